@@ -1,0 +1,172 @@
+r"""Ascent of a function on a ball of tangent vectors: APGD in a Riemannian metric.
+
+The function is :math:`c \mapsto L(\gamma_c(1)) - L(x)`, where :math:`\gamma_c` leaves ``x`` with velocity ``c``. One
+forward and one backward pass per step; the metric is that of the tangent space at ``x``, so directions are steepest and
+the projection on the ball is a scaling. A whole batch of points is ascended at once, each with its own step size.
+
+Source: Croce and Hein (2020), with the corrections listed in ``docs/concepts/sharpness.md``. Knows tangent spaces only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quotient_nets.tangent_space import TangentSpace
+
+MOMENTUM = 0.75
+MIN_IMPROVING_SHARE = 0.75  # of the steps between two checkpoints; fewer halve the step size
+
+Evaluate = Callable[[Tensor, bool], tuple[Tensor, Tensor | None]]
+"""Loss at a batch of points, and its Euclidean gradient there if the flag asks for one."""
+
+
+@dataclass(frozen=True)
+class AscentState:
+    """What one step hands to the next; scalars for each point have shape ``(*batch, 1, ..., 1)``.
+
+    Attributes:
+        c: Iterate, in coordinates of the tangent space.
+        previous: Iterate before it.
+        value: Loss at ``c``.
+        gradient: Riemannian gradient at ``c``.
+        best: Best iterate so far.
+        best_value: Loss there.
+        best_gradient: Gradient there.
+        step: Step size.
+        improvements: Steps since the last checkpoint that increased the loss.
+        checkpoint_step: Step size at the last checkpoint.
+        checkpoint_value: Best loss at the last checkpoint.
+        rejected: Steps that left the domain of the path.
+        invalid: Whether the loss was NaN or infinite at a valid point.
+    """
+
+    c: Tensor
+    previous: Tensor
+    value: Tensor
+    gradient: Tensor
+    best: Tensor
+    best_value: Tensor
+    best_gradient: Tensor
+    step: Tensor
+    improvements: Tensor
+    checkpoint_step: Tensor
+    checkpoint_value: Tensor
+    rejected: Tensor
+    invalid: Tensor
+
+
+def checkpoints(steps: int) -> dict[int, int]:
+    """Steps after which the step size is reconsidered, each with the number of steps since the one before."""
+    found, at = {}, 0
+    interval, least, shrink = (max(int(share * steps), 1) for share in (0.22, 0.06, 0.03))
+    while at + interval <= steps:
+        at += interval
+        found[at] = interval
+        interval = max(interval - shrink, least)
+    return found
+
+
+def to_ball(space: TangentSpace, c: Tensor, rho: float) -> Tensor:
+    """Nearest vector of norm at most ``rho``."""
+    norm = space.norm(c)
+    return torch.where(norm > rho, c * (rho / norm), c)
+
+
+def evaluate_along(
+    space: TangentSpace, evaluate: Evaluate, c: Tensor, path: str, rho: float, *, differentiate: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss at the end of the path, its Riemannian gradient as a function of ``c``, and whether the end point exists."""
+    with torch.enable_grad():
+        c = c.detach().requires_grad_(differentiate)
+        y = space.move(c, path, rho)
+    point_axes = tuple(range(len(space.batch), y.dim()))
+    exists = y.detach().isfinite().all(dim=point_axes)
+    inside = exists.reshape(exists.shape + (1,) * (y.dim() - exists.dim()))
+    value, slope = evaluate(torch.where(inside, y.detach(), space.x), differentiate)
+    ones = (1,) * space.ndim
+    value, exists = value.reshape(space.batch + ones), exists.reshape(space.batch + ones)
+    if slope is None:
+        return value, torch.zeros_like(c), exists
+    (e,) = torch.autograd.grad(y, c, torch.where(inside, slope, 0.0))
+    return value, space.gradient(torch.where(exists, e, 0.0)), exists
+
+
+def start(space: TangentSpace, value: Tensor, gradient: Tensor, c: Tensor, rho: float) -> AscentState:
+    """State before the first step."""
+    step = torch.full_like(value, 2 * rho)
+    count = torch.zeros_like(value)
+    return AscentState(
+        c, c, value, gradient, c, value, gradient, step, count, step, value, count, ~value.isfinite()
+    )
+
+
+def ascent_step(
+    space: TangentSpace,
+    evaluate: Evaluate,
+    state: AscentState,
+    *,
+    path: str,
+    rho: float,
+    fallback: Tensor,
+    first: bool = False,
+    last: bool = False,
+    interval: int | None = None,
+) -> AscentState:
+    """One step of APGD, without a branch on data.
+
+    Args:
+        space: Tangent space of the ball's centre.
+        evaluate: The loss.
+        state: State before the step.
+        path: Path from tangent vectors to points.
+        rho: Radius of the ball.
+        fallback: Direction for points whose gradient vanishes.
+        first: No momentum yet.
+        last: The gradient at the new iterate is not needed.
+        interval: Steps since the last checkpoint if this step ends at one.
+    """
+    norm = space.norm(state.gradient)
+    direction = torch.where(norm > 0, state.gradient / torch.where(norm > 0, norm, 1.0), fallback)
+    target = to_ball(space, state.c + state.step * direction, rho)
+    share = 1.0 if first else MOMENTUM
+    moved = state.c + share * (target - state.c) + (1 - share) * (state.c - state.previous)
+    c = to_ball(space, moved, rho)
+    value, gradient, exists = evaluate_along(space, evaluate, c, path, rho, differentiate=not last)
+    better = exists & (value > state.best_value)
+    state = replace(
+        state,
+        c=torch.where(exists, c, state.c),
+        previous=state.c,
+        value=torch.where(exists, value, state.value),
+        gradient=torch.where(exists, gradient, state.gradient),
+        best=torch.where(better, c, state.best),
+        best_value=torch.where(better, value, state.best_value),
+        best_gradient=torch.where(better, gradient, state.best_gradient),
+        step=torch.where(exists, state.step, state.step / 2),
+        improvements=state.improvements + (exists & (value > state.value)),
+        rejected=state.rejected + ~exists,
+        invalid=state.invalid | (exists & ~value.isfinite()),
+    )
+    return state if interval is None else _reconsider(state, interval)
+
+
+def _reconsider(state: AscentState, interval: int) -> AscentState:
+    """Halve the step size and return to the best iterate where the last interval brought too little."""
+    few = state.improvements < MIN_IMPROVING_SHARE * interval
+    stuck = (state.step == state.checkpoint_step) & (state.best_value == state.checkpoint_value)
+    halve = few | stuck
+    return replace(
+        state,
+        step=torch.where(halve, state.step / 2, state.step),
+        c=torch.where(halve, state.best, state.c),
+        previous=torch.where(halve, state.best, state.previous),
+        value=torch.where(halve, state.best_value, state.value),
+        gradient=torch.where(halve, state.best_gradient, state.gradient),
+        improvements=torch.zeros_like(state.improvements),
+        checkpoint_step=state.step,
+        checkpoint_value=state.best_value,
+    )

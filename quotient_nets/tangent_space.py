@@ -1,0 +1,158 @@
+r"""The tangent space at one point, prepared once for loops that stay there.
+
+Geometry at a fixed point ``x`` costs a decomposition of ``x`` and then almost nothing. A :class:`TangentSpace` keeps
+the decomposition and offers what an optimizer over tangent vectors needs: inner product, projection, gradient, the
+path that leaves ``x`` with a given velocity. Tangent vectors are held in *coordinates* that the space chooses; for
+the manifolds of this package these belong to an orthonormal frame, so that the inner product is the plain dot product.
+For any other ``geoopt.Manifold`` they are the tangent vectors themselves.
+
+Used by sharpness and by our manifolds. Knows ``geoopt.Manifold``, no concrete manifold and no network.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import geoopt
+import torch
+from torch import Tensor
+
+SPEED_TOLERANCE = 1e-3  # of the measured velocity of a path at 0, relative to the tangent vector
+
+
+class TangentSpace(ABC):
+    """Tangent vectors at ``x`` in coordinates; shapes are ``(*batch, *coordinate shape)``.
+
+    Attributes:
+        x: The point, ``(*batch, *point)``, detached.
+        batch: Shape of the batch of points.
+        ndim: Number of trailing axes that hold the coordinates of one vector.
+    """
+
+    x: Tensor
+    batch: torch.Size
+    ndim: int
+
+    @abstractmethod
+    def coordinates(self, u: Tensor) -> Tensor:
+        """Coordinates of the tangent vector ``u``."""
+
+    @abstractmethod
+    def vector(self, c: Tensor) -> Tensor:
+        """Tangent vector with coordinates ``c``, as the methods of the manifold take it."""
+
+    @abstractmethod
+    def inner(self, c: Tensor, d: Tensor) -> Tensor:
+        """Riemannian inner product, ``(*batch, 1, ..., 1)`` with ``ndim`` ones."""
+
+    @abstractmethod
+    def project(self, c: Tensor) -> Tensor:
+        """Orthogonal projection of arbitrary coordinates on the tangent (horizontal) space."""
+
+    @abstractmethod
+    def gradient(self, e: Tensor) -> Tensor:
+        """Riemannian gradient at ``x``, from the derivatives ``e`` of a function with respect to coordinates."""
+
+    @abstractmethod
+    def move(self, c: Tensor, path: str, radius: float | None = None) -> Tensor:
+        """Point that the path reaches at time 1.
+
+        Args:
+            c: Velocity at time 0, in coordinates.
+            path: Name of a method of the manifold: ``"expmap"``, ``"retr"``, ``"second_order"``, ...
+            radius: Upper bound on the norm of ``c``, if the caller knows one; saves work, changes no result.
+        """
+
+    def pull_gradient(self, e: Tensor) -> Tensor:
+        """Derivatives with respect to coordinates, from the Euclidean gradient ``e`` of the loss at ``x``."""
+        return e
+
+    def norm(self, c: Tensor) -> Tensor:
+        """Riemannian norm, ``(*batch, 1, ..., 1)``."""
+        return self.inner(c, c).clamp_min(0).sqrt()
+
+    def random(self, generator: torch.Generator | None = None) -> Tensor:
+        """Unit tangent vector, in coordinates; uniform on the sphere where these are orthonormal."""
+        device = None if generator is None else generator.device
+        noise = torch.randn(self.origin().shape, generator=generator, dtype=self.x.dtype, device=device)
+        c = self.project(noise.to(self.x.device))
+        return c / self.norm(c)
+
+    def origin(self) -> Tensor:
+        """Coordinates of the zero vector."""
+        return torch.zeros_like(self.coordinates(torch.zeros_like(self.x)))
+
+    def certificates(self, c: Tensor) -> dict[str, Tensor]:
+        """Figures by which a reader can judge a result that was found with ``c``: name -> value for each point."""
+        residual = self.norm(c - self.project(c)) / self.norm(c)
+        return {"horizontality_residual": residual.reshape(self.batch)}
+
+
+class EmbeddedTangentSpace(TangentSpace):
+    """Tangent space of a ``geoopt.Manifold`` by the manifold's own methods; coordinates are tangent vectors."""
+
+    def __init__(self, manifold: geoopt.Manifold, x: Tensor):
+        """Prepare the tangent space of ``manifold`` at ``x``; costs nothing."""
+        self.manifold = manifold
+        self.x = x.detach()
+        self.ndim = manifold.ndim
+        self.batch = x.shape[: x.dim() - manifold.ndim]
+
+    def coordinates(self, u: Tensor) -> Tensor:
+        """The vector itself."""
+        return u
+
+    def vector(self, c: Tensor) -> Tensor:
+        """The vector itself."""
+        return c
+
+    def inner(self, c: Tensor, d: Tensor) -> Tensor:
+        """``manifold.inner``, in a shape that does not depend on how the manifold reads ``keepdim``."""
+        # Stereographic broadcasts a batch against itself without keepdim; UpperHalf keeps one axis of two with it.
+        inner = self.manifold.inner(self.x, c, d, keepdim=True)
+        return inner.reshape(self.batch + (1,) * self.ndim)
+
+    def project(self, c: Tensor) -> Tensor:
+        """``manifold.proju``."""
+        return self.manifold.proju(self.x, c)
+
+    def gradient(self, e: Tensor) -> Tensor:
+        """``manifold.egrad2rgrad``, which some manifolds of geoopt let write into its argument."""
+        return self.manifold.egrad2rgrad(self.x, e.clone())
+
+    def move(self, c: Tensor, path: str, radius: float | None = None) -> Tensor:
+        """The method ``path`` of the manifold."""
+        return getattr(self.manifold, path)(self.x, c)
+
+    def check_path(self, path: str) -> None:
+        """Refuse a path that does not leave ``x`` with the velocity it is given.
+
+        The velocity is a central difference in float64 along one tangent vector per point.
+
+        Raises:
+            ValueError: The manifold has no such path, or the path starts with another velocity; a ball of tangent
+                vectors is then not a ball of points.
+        """
+        name = f"{type(self.manifold).__name__}.{path}"
+        if not callable(getattr(self.manifold, path, None)):
+            raise ValueError(f"expected the name of a path of the manifold; {name} does not exist. Use 'expmap' or 'retr'.")
+        x = self.x.double()
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+        u = self.manifold.proju(x, self.manifold.proju(x, noise))
+        u = u / torch.linalg.vector_norm(u).clamp_min(1e-300) * torch.linalg.vector_norm(x).clamp(1e-3, 1.0)
+        step, follow = 1e-5, getattr(self.manifold, path)
+        velocity = (follow(x, step * u) - follow(x, -step * u)) / (2 * step)
+        error = torch.linalg.vector_norm(velocity - u) / torch.linalg.vector_norm(u)
+        if not bool(error <= SPEED_TOLERANCE):
+            raise ValueError(
+                f"{name} does not start with the velocity it is given (relative error {error:.2g}), so a ball of "
+                "tangent vectors is not a ball of points. Use another path, or a manifold whose expmap is the "
+                "geodesic: EuclideanStiefel in place of CanonicalStiefel, the manifold itself in place of Scaled."
+            )
+
+
+def tangent_space(manifold: geoopt.Manifold, x: Tensor) -> TangentSpace:
+    """Tangent space of any ``geoopt.Manifold`` at ``x``: its own ``at(x)`` if it has one, else the generic one."""
+    at = getattr(manifold, "at", None)
+    return EmbeddedTangentSpace(manifold, x) if at is None else at(x)

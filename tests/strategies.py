@@ -1,0 +1,140 @@
+"""Hypothesis strategies: shapes and conditioning are drawn, entries come from a drawn seed.
+
+A :class:`Case` knows how its point was built, and so measures tangent vectors and derivatives without
+the code under test.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import geoopt
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quotient_nets.manifolds import AdaptiveEuclidean
+from tests.cases import FIXED_RANK
+
+BATCHES = st.sampled_from([(), (1,), (3,), (2, 2)])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A point ``x`` of ``manifold`` and an orthonormal frame of its (ambient) tangent vectors."""
+
+    manifold: geoopt.Manifold
+    x: Tensor
+    lower: Callable[[Tensor], Tensor]  # tangent vector from coordinates
+    raise_: Callable[[Tensor], Tensor]  # derivative from coordinates: dual to `lower`
+    read: Callable[[Tensor], Tensor]  # coordinates of a tangent vector, in float64
+    condition: float
+
+    def __repr__(self) -> str:
+        return f"{self.manifold.name} x: {tuple(self.x.shape)} {self.x.dtype} cond {self.condition:.1e}"
+
+    @property
+    def batch(self) -> torch.Size:
+        return self.x.shape[: self.x.dim() - self.manifold.ndim]
+
+    def vector(self) -> Tensor:
+        """Random ambient vector of norm about one."""
+        return self.lower(self._noise())
+
+    def horizontal(self) -> Tensor:
+        """Random tangent vector of the quotient."""
+        return self.manifold.proju(self.x, self.vector())
+
+    def derivative(self) -> Tensor:
+        """Random Euclidean gradient, of norm about one against unit vectors."""
+        return self.raise_(self._noise())
+
+    def size(self, u: Tensor) -> Tensor:
+        """Norm of the tangent vector ``u`` at ``x``, one number for each point."""
+        return self.read(u).flatten(len(self.batch)).norm(dim=-1)
+
+    def assert_equal(self, actual: Tensor, expected: Tensor, tolerance: float) -> None:
+        """Tangent vectors or points nearby, compared in the metric at ``x``, relative to at least one."""
+        error = self.size(actual - expected)
+        bound = tolerance * self.size(expected).clamp_min(1.0)
+        assert bool((error <= bound).all()), f"{error} > {bound}"
+
+    def _noise(self) -> Tensor:
+        noise = torch.randn(self.x.shape, dtype=torch.float64)
+        return noise / noise.flatten(len(self.batch)).norm(dim=-1)[(...,) + (None,) * self.manifold.ndim]
+
+
+def orthogonal(*shape: int) -> Tensor:
+    """Random matrices with orthonormal columns."""
+    return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0]
+
+
+def group_element(batch: tuple[int, ...], r: int, condition: float) -> Tensor:
+    """Matrices with this condition number; the sign of the determinant is random."""
+    spectrum = torch.logspace(0.5, -0.5, r, base=condition, dtype=torch.float64)
+    return orthogonal(*batch, r, r) * spectrum @ orthogonal(*batch, r, r)
+
+
+@st.composite
+def ranks(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Rows ``n`` and ``m`` and rank ``r``; rank 1, full rank and square full rank are frequent."""
+    n, m = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    full = min(n, m)
+    kind = draw(st.sampled_from(["any", "one", "full", "square"]))
+    if kind == "square":
+        return full, full, full
+    return n, m, {"any": draw(st.integers(1, full)), "one": 1, "full": full}[kind]
+
+
+@st.composite
+def fixed_rank(
+    draw: st.DrawFn, *, condition: float = 1e4, gauge: float = 10.0, dtype: torch.dtype = torch.float64
+) -> Case:
+    """Points with condition numbers up to ``condition`` in representatives of one up to ``gauge``."""
+    n, m, r = draw(ranks())
+    manifold = draw(st.sampled_from(FIXED_RANK))(n, m)
+    batch = draw(BATCHES)
+    cond = 10 ** (draw(st.floats(0, 1)) * torch.tensor(condition).log10().item())
+    torch.manual_seed(draw(st.integers(0, 2**32 - 1)))
+    root = torch.logspace(0, -0.5, r, base=cond, dtype=torch.float64)
+    a = group_element(batch, r, gauge)
+    # G = Q_G push_g, H = Q_H push_h with orthonormal Q, and G H^T = Q_G diag(root^2) Q_H^T
+    push_g, push_h = root[:, None] * torch.linalg.inv(a), root[:, None] * a.mT
+    x = manifold.pack_point(orthogonal(*batch, n, r) @ push_g, orthogonal(*batch, m, r) @ push_h)
+
+    def each(c: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        cg, ch = manifold.unpack_tensor(c.double())
+        return manifold.pack_point(cg @ left, ch @ right)
+
+    inverse_g, inverse_h = torch.linalg.inv(push_g), torch.linalg.inv(push_h)
+    return Case(
+        manifold,
+        x.to(dtype),
+        lower=lambda c: each(c, push_g, push_h).to(dtype),
+        raise_=lambda c: each(c, inverse_g.mT, inverse_h.mT).to(dtype),
+        read=lambda u: each(u, inverse_g, inverse_h),
+        condition=cond,
+    )
+
+
+@st.composite
+def adaptive(draw: st.DrawFn, *, dtype: torch.dtype = torch.float64) -> Case:
+    """Weights of very different magnitudes and both signs; some are exactly zero."""
+    point = draw(st.sampled_from([(1,), (4,), (3, 2)]))
+    batch = draw(BATCHES)
+    torch.manual_seed(draw(st.integers(0, 2**32 - 1)))
+    magnitude = 10 ** (4 * torch.rand(*batch, *point, dtype=torch.float64) - 2)
+    zero = torch.rand(*batch, *point) < draw(st.sampled_from([0.0, 0.2]))
+    sign = torch.randn(*batch, *point, dtype=torch.float64).sign()
+    return Case(
+        AdaptiveEuclidean(len(point)),
+        torch.where(zero, 0.0, sign * magnitude).to(dtype),
+        lower=lambda c: (c * magnitude).to(dtype),
+        raise_=lambda c: (c / magnitude).to(dtype),
+        read=lambda u: u.double() / magnitude,
+        condition=1e4,
+    )
+
+
+def points(**options: float) -> st.SearchStrategy[Case]:
+    """Points of every manifold."""
+    return st.one_of(fixed_rank(**options), adaptive())
