@@ -1,6 +1,19 @@
 """Differential geometry of neural-network parameter spaces, for geoopt."""
 
+from quotient_nets.architectures import parameter_manifold
 from quotient_nets.manifolds import AdaptiveEuclidean, InvariantFixedRank, QuotientManifold
-from quotient_nets.sharpness import Sharpness, worst_case_sharpness
+from quotient_nets.parameters import ParameterManifold
+from quotient_nets.sharpness import ModelSharpness, Sharpness, worst_case_sharpness
+from quotient_nets.sharpness.model import model_sharpness
 
-__all__ = ["AdaptiveEuclidean", "InvariantFixedRank", "QuotientManifold", "Sharpness", "worst_case_sharpness"]
+__all__ = [
+    "AdaptiveEuclidean",
+    "InvariantFixedRank",
+    "ModelSharpness",
+    "ParameterManifold",
+    "QuotientManifold",
+    "Sharpness",
+    "model_sharpness",
+    "parameter_manifold",
+    "worst_case_sharpness",
+]

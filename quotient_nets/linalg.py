@@ -152,9 +152,7 @@ def taylor_degree(radius: float, tolerance: float) -> int:
     return max(degree, 1)
 
 
-def velocity_exponential(
-    a: Tensor, a_star: Tensor, b: Tensor, radius: float | None = None
-) -> tuple[Tensor, Tensor]:
+def velocity_exponential(a: Tensor, a_star: Tensor, b: Tensor, radius: float | None = None) -> tuple[Tensor, Tensor]:
     r"""Coefficients of the geodesic of the right-invariant metric that starts at ``g`` with velocity ``v``.
 
     With :math:`S = g^\top g`, :math:`a = S^{-1} g^\top v`, :math:`a_* = S^{-1} v^\top g`,
@@ -225,9 +223,7 @@ def inverse_action(y: Tensor, defect: Tensor | None) -> Tensor:
     return y + once + times(once, defect)
 
 
-def solve_by_correction(
-    operator: Callable[[Tensor], Tensor], scale: Tensor, rhs: Tensor, corrections: int
-) -> Tensor:
+def solve_by_correction(operator: Callable[[Tensor], Tensor], scale: Tensor, rhs: Tensor, corrections: int) -> Tensor:
     """Solve ``operator(z) = rhs`` for an operator equal, up to rounding, to multiplication by ``scale``.
 
     Each correction makes one more derivative of the solution exact; the value is that of ``rhs / scale``.

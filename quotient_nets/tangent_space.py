@@ -27,11 +27,13 @@ class TangentSpace(ABC):
         x: The point, ``(*batch, *point)``, detached.
         batch: Shape of the batch of points.
         ndim: Number of trailing axes that hold the coordinates of one vector.
+        orthonormal: Whether the inner product is the dot product of coordinates.
     """
 
     x: Tensor
     batch: torch.Size
     ndim: int
+    orthonormal = False
 
     @abstractmethod
     def coordinates(self, u: Tensor) -> Tensor:
@@ -41,9 +43,10 @@ class TangentSpace(ABC):
     def vector(self, c: Tensor) -> Tensor:
         """Tangent vector with coordinates ``c``, as the methods of the manifold take it."""
 
-    @abstractmethod
     def inner(self, c: Tensor, d: Tensor) -> Tensor:
-        """Riemannian inner product, ``(*batch, 1, ..., 1)`` with ``ndim`` ones."""
+        """Riemannian inner product, ``(*batch, 1, ..., 1)`` with ``ndim`` ones; here for orthonormal coordinates."""
+        dot = torch.linalg.vecdot(c.flatten(-self.ndim), d.flatten(-self.ndim))
+        return dot.reshape(dot.shape + (1,) * self.ndim)
 
     @abstractmethod
     def project(self, c: Tensor) -> Tensor:
@@ -135,7 +138,9 @@ class EmbeddedTangentSpace(TangentSpace):
         """
         name = f"{type(self.manifold).__name__}.{path}"
         if not callable(getattr(self.manifold, path, None)):
-            raise ValueError(f"expected the name of a path of the manifold; {name} does not exist. Use 'expmap' or 'retr'.")
+            raise ValueError(
+                f"expected the name of a path of the manifold; {name} does not exist. Use 'expmap' or 'retr'."
+            )
         x = self.x.double()
         generator = torch.Generator(device="cpu").manual_seed(0)
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import geoopt
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,8 +14,8 @@ from quotient_nets.manifolds import AdaptiveEuclidean, FixedRank, InvariantFixed
 FIXED_RANK: list[type[FixedRank]] = [InvariantFixedRank]
 
 # What an argument is decides how it moves under the group: ``x``, ``y`` points, ``u``, ``v`` tangent
-# vectors at ``x``, ``w`` one at ``y``, ``e`` a derivative at ``x``; what is given: "x" or "y" a point on
-# the orbit of that argument's end, "u" a vector at ``x``, "w" one at ``y``, "" a number.
+# vectors at ``x``, ``w`` one at ``y``, ``e`` a derivative at ``x``. What comes out is a point "x" that moves
+# as ``x`` does, a vector "u" at ``x``, a vector "w" at ``y``, or "", a number.
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,22 @@ ADAPTIVE_OPERATIONS = [
     Operation("logmap", "xy", "u"),
     Operation("dist", "xy", ""),
 ]
-IN_TURN = [(InvariantFixedRank(4, 3), (7, 2), op) for op in FIXED_RANK_OPERATIONS]
-IN_TURN += [(AdaptiveEuclidean(), (5,), op) for op in ADAPTIVE_OPERATIONS]
-each_operation = [
-    (manifold, shape, op, f"{type(manifold).__name__}.{op.method}") for manifold, shape, op in IN_TURN
-]
+_TRIPLES = [(InvariantFixedRank(4, 3), (7, r), op) for r in (2, 1) for op in FIXED_RANK_OPERATIONS]
+_TRIPLES += [(AdaptiveEuclidean(), (5,), op) for op in ADAPTIVE_OPERATIONS]
+each_operation = pytest.mark.parametrize(
+    ("manifold", "shape", "op"),
+    [pytest.param(*t, id=f"{type(t[0]).__name__}{t[1]}.{t[2].method}") for t in _TRIPLES],
+)
 
 
-def draw(batch: tuple[int, ...], point: tuple[int, ...], dtype=torch.float64) -> dict[str, Tensor]:
-    """Well-conditioned random arguments of every role; all coordinates of ``x`` and ``y`` positive."""
-    arguments = {role: torch.randn(*batch, *point, dtype=dtype) for role in "xyuvwe"}
-    return arguments | {role: arguments[role].abs() + 0.2 for role in "xy" if len(point) == 1}
+def draw(
+    manifold: geoopt.Manifold,
+    batch: tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Tensor]:
+    """Random arguments of every role; ``x`` and ``y`` are in one component of the manifold."""
+    arguments = {role: torch.randn(*batch, *shape, dtype=dtype) for role in "xyuvwe"}
+    if isinstance(manifold, AdaptiveEuclidean):
+        arguments |= {role: arguments[role].abs() + 0.2 for role in "xy"}
+    return arguments

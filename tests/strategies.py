@@ -24,13 +24,9 @@ class Case:
 
     manifold: geoopt.Manifold
     x: Tensor
-    lower: Callable[[Tensor], Tensor]  # tangent vector from coordinates
-    raise_: Callable[[Tensor], Tensor]  # derivative from coordinates: dual to `lower`
-    read: Callable[[Tensor], Tensor]  # coordinates of a tangent vector, in float64
-    condition: float
-
-    def __repr__(self) -> str:
-        return f"{self.manifold.name} x: {tuple(self.x.shape)} {self.x.dtype} cond {self.condition:.1e}"
+    vector_of: Callable[[Tensor], Tensor]  # tangent vector from coordinates
+    derivative_of: Callable[[Tensor], Tensor]  # derivative from coordinates: dual to `vector_of`
+    coordinates: Callable[[Tensor], Tensor]  # coordinates of a tangent vector, in float64
 
     @property
     def batch(self) -> torch.Size:
@@ -38,7 +34,7 @@ class Case:
 
     def vector(self) -> Tensor:
         """Random ambient vector of norm about one."""
-        return self.lower(self._noise())
+        return self.vector_of(self._noise())
 
     def horizontal(self) -> Tensor:
         """Random tangent vector of the quotient."""
@@ -46,11 +42,19 @@ class Case:
 
     def derivative(self) -> Tensor:
         """Random Euclidean gradient, of norm about one against unit vectors."""
-        return self.raise_(self._noise())
+        return self.derivative_of(self._noise())
 
     def size(self, u: Tensor) -> Tensor:
         """Norm of the tangent vector ``u`` at ``x``, one number for each point."""
-        return self.read(u).flatten(len(self.batch)).norm(dim=-1)
+        return self.coordinates(u).flatten(len(self.batch)).norm(dim=-1)
+
+    def elsewhere(self) -> Tensor:
+        """Another point, whose frame differs from that of ``x`` by rotations: `size` holds there too."""
+        if isinstance(self.manifold, AdaptiveEuclidean):
+            return self.x * (1 + torch.rand_like(self.x))
+        factors = self.manifold.unpack_tensor(self.x)
+        rotated = (orthogonal(f.shape[-2], f.shape[-2]).to(f.dtype) @ f for f in factors)
+        return self.manifold.pack_point(*rotated)
 
     def assert_equal(self, actual: Tensor, expected: Tensor, tolerance: float) -> None:
         """Tangent vectors or points nearby, compared in the metric at ``x``, relative to at least one."""
@@ -64,12 +68,13 @@ class Case:
 
 
 def orthogonal(*shape: int) -> Tensor:
-    """Random matrices with orthonormal columns."""
-    return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0]
+    """Random matrices with orthonormal columns; square ones have either orientation."""
+    q, r = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))
+    return q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
 
 
 def group_element(batch: tuple[int, ...], r: int, condition: float) -> Tensor:
-    """Matrices with this condition number; the sign of the determinant is random."""
+    """Matrices with this condition number and either orientation."""
     spectrum = torch.logspace(0.5, -0.5, r, base=condition, dtype=torch.float64)
     return orthogonal(*batch, r, r) * spectrum @ orthogonal(*batch, r, r)
 
@@ -87,15 +92,20 @@ def ranks(draw: st.DrawFn) -> tuple[int, int, int]:
 
 @st.composite
 def fixed_rank(
-    draw: st.DrawFn, *, condition: float = 1e4, gauge: float = 10.0, dtype: torch.dtype = torch.float64
+    draw: st.DrawFn,
+    *,
+    least: float = 1.0,
+    condition: float = 1e4,
+    gauge: float = 10.0,
+    dtype: torch.dtype = torch.float64,
 ) -> Case:
-    """Points with condition numbers up to ``condition`` in representatives of one up to ``gauge``."""
+    """Points of condition number ``least`` to ``condition`` in representatives of one of ``gauge``."""
     n, m, r = draw(ranks())
     manifold = draw(st.sampled_from(FIXED_RANK))(n, m)
     batch = draw(BATCHES)
-    cond = 10 ** (draw(st.floats(0, 1)) * torch.tensor(condition).log10().item())
+    base = least * (condition / least) ** draw(st.floats(0, 1))
     torch.manual_seed(draw(st.integers(0, 2**32 - 1)))
-    root = torch.logspace(0, -0.5, r, base=cond, dtype=torch.float64)
+    root = torch.logspace(0, -0.5, r, base=base, dtype=torch.float64)
     a = group_element(batch, r, gauge)
     # G = Q_G push_g, H = Q_H push_h with orthonormal Q, and G H^T = Q_G diag(root^2) Q_H^T
     push_g, push_h = root[:, None] * torch.linalg.inv(a), root[:, None] * a.mT
@@ -109,10 +119,9 @@ def fixed_rank(
     return Case(
         manifold,
         x.to(dtype),
-        lower=lambda c: each(c, push_g, push_h).to(dtype),
-        raise_=lambda c: each(c, inverse_g.mT, inverse_h.mT).to(dtype),
-        read=lambda u: each(u, inverse_g, inverse_h),
-        condition=cond,
+        vector_of=lambda c: each(c, push_g, push_h).to(dtype),
+        derivative_of=lambda c: each(c, inverse_g.mT, inverse_h.mT).to(dtype),
+        coordinates=lambda u: each(u, inverse_g, inverse_h),
     )
 
 
@@ -128,10 +137,9 @@ def adaptive(draw: st.DrawFn, *, dtype: torch.dtype = torch.float64) -> Case:
     return Case(
         AdaptiveEuclidean(len(point)),
         torch.where(zero, 0.0, sign * magnitude).to(dtype),
-        lower=lambda c: (c * magnitude).to(dtype),
-        raise_=lambda c: (c / magnitude).to(dtype),
-        read=lambda u: u.double() / magnitude,
-        condition=1e4,
+        vector_of=lambda c: (c * magnitude).to(dtype),
+        derivative_of=lambda c: (c / magnitude).to(dtype),
+        coordinates=lambda u: u.double() / magnitude,
     )
 
 

@@ -48,9 +48,7 @@ def train_digits_vit(
         ValueError: ``max_steps`` is negative.
     """
     if max_steps is not None and max_steps < 0:
-        raise ValueError(
-            f"`max_steps` must not be negative; got {max_steps}. Leave it out for a full run."
-        )
+        raise ValueError(f"`max_steps` must not be negative; got {max_steps}. Leave it out for a full run.")
     images, labels, _, _ = load_digits_split()
     with torch.random.fork_rng(devices=()):
         # Not `torch.manual_seed`, which would also reseed the accelerators.
@@ -58,9 +56,7 @@ def train_digits_vit(
         model = DigitsViT()
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.1
-    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.1)
     total = STEPS if max_steps is None else min(max_steps, STEPS)
     batches: list[Tensor] = []
     for step in range(total):
@@ -93,9 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m quotient_nets.demo.train", description="Train the digits transformer."
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path(FILE_NAME), help="file to write (default: %(default)s)"
-    )
+    parser.add_argument("--out", type=Path, default=Path(FILE_NAME), help="file to write (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     options = parser.parse_args(arguments)
@@ -117,10 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "train_loss": f"{train_loss:.6f}",
         "test_accuracy": f"{test_accuracy:.6f}",
     }
-    versions = {
-        package: metadata.version(package)
-        for package in ("torch", "numpy", "scikit-learn", "safetensors")
-    }
+    versions = {package: metadata.version(package) for package in ("torch", "numpy", "scikit-learn", "safetensors")}
     save_digits_vit(model, options.out, facts | versions, overwrite=options.force)
     print(f"wrote {options.out}")
 

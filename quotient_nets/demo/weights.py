@@ -63,8 +63,7 @@ def save_digits_vit(
     path = Path(path)
     if path.exists() and not overwrite:
         raise FileExistsError(
-            f"`path` must not exist yet; got {str(path)!r}, which does. "
-            "Choose another or pass `overwrite=True`."
+            f"`path` must not exist yet; got {str(path)!r}, which does. Choose another or pass `overwrite=True`."
         )
     # Beside its target, for a rename is atomic only within one file system.
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")

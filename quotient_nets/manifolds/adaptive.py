@@ -112,9 +112,7 @@ class AdaptiveEuclidean(geoopt.Manifold):
         return geoopt.ManifoldTensor(torch.ones(*shape, dtype=dtype, device=device), manifold=self)
 
     @override
-    def _check_point_on_manifold(
-        self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
-    ) -> tuple[bool, str | None]:
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         if bool(x.isfinite().all()):
             return True, None
         return False, "expected finite coordinates, got NaN or Inf"
@@ -142,6 +140,8 @@ class AdaptiveEuclidean(geoopt.Manifold):
 class AdaptiveTangentSpace(TangentSpace):
     """Vectors at ``x`` in coordinates ``c = u / |x|``, orthonormal for the adaptive metric."""
 
+    orthonormal = True
+
     def __init__(self, x: Tensor, ndim: int):
         self.x, self.ndim = x, ndim
         self.batch = x.shape[: x.dim() - ndim]
@@ -161,16 +161,12 @@ class AdaptiveTangentSpace(TangentSpace):
         return e * self.magnitude
 
     @override
-    def inner(self, c: Tensor, d: Tensor) -> Tensor:
-        return (c * d).sum(dim=tuple(range(-self.ndim, 0)), keepdim=True)
-
-    @override
     def project(self, c: Tensor) -> Tensor:
         return torch.where(self.magnitude == 0, 0.0, c)
 
     @override
     def gradient(self, e: Tensor) -> Tensor:
-        return self.project(e)
+        return e  # no component along a zero coordinate, which does not depend on c
 
     @override
     def move(self, c: Tensor, path: str, radius: float | None = None) -> Tensor:

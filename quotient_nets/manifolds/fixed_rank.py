@@ -47,11 +47,6 @@ class FixedRank(QuotientManifold):
     def _numbers(self) -> tuple[Any, ...]:
         return self.n, self.m
 
-    @override
-    def extra_repr(self) -> str:
-        """Sizes, for ``repr``."""
-        return f"{self.n}, {self.m}"
-
     def dimension(self, r: int) -> int:
         """Dimension of the manifold of rank-``r`` matrices, ``(n + m - r) r``."""
         return (self.n + self.m - r) * r
@@ -126,25 +121,53 @@ class FixedRank(QuotientManifold):
         return True, None
 
     @override
-    def _check_point_on_manifold(
-        self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
-    ) -> tuple[bool, str | None]:
-        x = x.detach().double()
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         if not bool(x.isfinite().all()):
             return False, "expected finite factors, got NaN or Inf. Remove these entries before packing."
-        g, h = self.unpack_tensor(x)
-        s = self.frame(x).spectrum
-        norms = torch.linalg.matrix_norm(g) * torch.linalg.matrix_norm(h)
-        floor = 10 * max(self.n, self.m) * torch.finfo(x.dtype).eps * norms
-        deficient = s[..., -1] <= floor
+        deficient = self.deficient(x)
         if bool(deficient.any()):
-            where = deficient.nonzero().tolist()
+            where = f" at batch indices {deficient.nonzero().tolist()}" if deficient.dim() else ""
             return False, (
-                f"expected factors of full rank r={x.shape[-1]}; G H^T is rank deficient at batch index "
-                f"{where[0] if len(where) == 1 else where}: smallest singular value {float(s[..., -1].min()):.3g}, "
-                f"needed more than {float(floor[deficient].max()):.3g}. Use a smaller r."
+                f"expected factors of full rank r={x.shape[-1]}; G H^T is numerically rank deficient{where}. "
+                "Use a smaller r."
             )
         return True, None
+
+    def deficient(self, x: Tensor) -> Tensor:
+        r"""Whether :math:`s_r(G H^\top) \le 10 \max(n, m)\, \epsilon\, |G| |H|` in float64, for each element."""
+        x = x.detach().double()
+        g, h = self.unpack_tensor(x)
+        norms = torch.linalg.matrix_norm(g) * torch.linalg.matrix_norm(h)
+        floor = 10 * max(self.n, self.m) * torch.finfo(x.dtype).eps * norms
+        return self.frame(x).spectrum.select(-1, -1) <= floor
+
+    def random_element(
+        self,
+        *size: int,
+        condition: float = 10.0,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> Tensor:
+        """Random group elements of a given condition number, with random orientation and determinant +1 or -1.
+
+        Args:
+            size: Batch shape and, last, ``r``.
+            condition: Ratio of largest and smallest singular value; the others lie between in geometric progression.
+            generator: Source of randomness.
+            dtype: Precision; orthogonal factors are computed in it.
+
+        Returns:
+            ``(*size, r)``.
+
+        Raises:
+            ValueError: ``condition`` is less than 1.
+        """
+        if not condition >= 1:
+            raise ValueError(f"expected a condition number of at least 1, got {condition!r}")
+        where: dict[str, Any] = {"dtype": dtype, "device": None if generator is None else generator.device}
+        left, right = (torch.randn(*size, size[-1], generator=generator, **where) for _ in range(2))
+        exponents = torch.linspace(-0.5, 0.5, size[-1], **where) if size[-1] > 1 else torch.zeros(1, **where)
+        return (torch.linalg.qr(left)[0] * condition**exponents) @ torch.linalg.qr(right)[0]
 
 
 class InvariantFixedRank(FixedRank):

@@ -39,6 +39,7 @@ class InvariantTangentSpace(TangentSpace):
     """
 
     ndim = 2
+    orthonormal = True
 
     def __init__(self, x: Tensor, n: int, frame: Frame, *, differentiable: bool = False):
         self.x, self.n, self.frame = x, n, frame
@@ -76,7 +77,7 @@ class InvariantTangentSpace(TangentSpace):
         if self.defect_g is not None:
             cg, ch = self._split(c)
             c = _stack(inverse_action(cg, self.defect_g), inverse_action(ch, self.defect_h))
-        return (c * d).sum(dim=(-2, -1), keepdim=True)
+        return super().inner(c, d)
 
     @override
     def project(self, c: Tensor) -> Tensor:
@@ -155,9 +156,7 @@ def _carry(factor: Tensor, basis: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]
     return basis, eye - gram(basis, basis)
 
 
-def _step(
-    path: str, g: Tensor, c: Tensor, defect: Tensor | None, push: Tensor, radius: float | None
-) -> Tensor:
+def _step(path: str, g: Tensor, c: Tensor, defect: Tensor | None, push: Tensor, radius: float | None) -> Tensor:
     """Displacement of one factor: ``(c + g m1 + c m2) push`` with the coefficients of the path."""
     a = gram(g, c)
     b = gram(c, c)

@@ -72,36 +72,49 @@ def checkpoints(steps: int) -> dict[int, int]:
 
 def to_ball(space: TangentSpace, c: Tensor, rho: float) -> Tensor:
     """Nearest vector of norm at most ``rho``."""
-    norm = space.norm(c)
-    return torch.where(norm > rho, c * (rho / norm), c)
+    return c * _shrink(space.norm(c), rho)
+
+
+def _shrink(norm: Tensor, rho: float) -> Tensor:
+    return torch.where(norm > rho, rho / norm, 1.0)
+
+
+def choose(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``torch.where`` that copies nothing where one bool on the host decides for the whole tensor.
+
+    Vectors of a single point are as long as a model; reading the bool costs nothing on the CPU, and on a device the copy
+    is cheaper than the wait.
+    """
+    if condition.numel() == 1 and condition.device.type == "cpu":
+        return a if bool(condition) else b
+    return torch.where(condition, a, b)
 
 
 def evaluate_along(
     space: TangentSpace, evaluate: Evaluate, c: Tensor, path: str, rho: float, *, differentiate: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss at the end of the path, its Riemannian gradient as a function of ``c``, and whether the end point exists."""
-    with torch.enable_grad():
+    with torch.set_grad_enabled(differentiate):
         c = c.detach().requires_grad_(differentiate)
         y = space.move(c, path, rho)
-    point_axes = tuple(range(len(space.batch), y.dim()))
-    exists = y.detach().isfinite().all(dim=point_axes)
-    inside = exists.reshape(exists.shape + (1,) * (y.dim() - exists.dim()))
-    value, slope = evaluate(torch.where(inside, y.detach(), space.x), differentiate)
+    # A dot product sees every NaN and Inf in one pass that allocates nothing.
+    flat = y.detach().flatten(len(space.batch))
+    exists = torch.linalg.vecdot(flat, flat).isfinite()
+    exists = exists.reshape(exists.shape + (1,) * (y.dim() - exists.dim()))
+    value, slope = evaluate(choose(exists, y.detach(), space.x), differentiate)
     ones = (1,) * space.ndim
-    value, exists = value.reshape(space.batch + ones), exists.reshape(space.batch + ones)
+    value, reached = value.reshape(space.batch + ones), exists.reshape(space.batch + ones)
     if slope is None:
-        return value, torch.zeros_like(c), exists
-    (e,) = torch.autograd.grad(y, c, torch.where(inside, slope, 0.0))
-    return value, space.gradient(torch.where(exists, e, 0.0)), exists
+        return value, torch.zeros_like(value), reached
+    (e,) = torch.autograd.grad(y, c, choose(exists, slope, torch.zeros_like(value).reshape(exists.shape)).expand_as(y))
+    return value, space.gradient(choose(reached, e, torch.zeros_like(value)).expand_as(c)), reached
 
 
 def start(space: TangentSpace, value: Tensor, gradient: Tensor, c: Tensor, rho: float) -> AscentState:
     """State before the first step."""
     step = torch.full_like(value, 2 * rho)
     count = torch.zeros_like(value)
-    return AscentState(
-        c, c, value, gradient, c, value, gradient, step, count, step, value, count, ~value.isfinite()
-    )
+    return AscentState(c, c, value, gradient, c, value, gradient, step, count, step, value, count, ~value.isfinite())
 
 
 def ascent_step(
@@ -111,12 +124,11 @@ def ascent_step(
     *,
     path: str,
     rho: float,
-    fallback: Tensor,
     first: bool = False,
     last: bool = False,
     interval: int | None = None,
 ) -> AscentState:
-    """One step of APGD, without a branch on data.
+    """One step of APGD, without a wait for a device.
 
     Args:
         space: Tangent space of the ball's centre.
@@ -124,28 +136,34 @@ def ascent_step(
         state: State before the step.
         path: Path from tangent vectors to points.
         rho: Radius of the ball.
-        fallback: Direction for points whose gradient vanishes.
         first: No momentum yet.
         last: The gradient at the new iterate is not needed.
         interval: Steps since the last checkpoint if this step ends at one.
     """
     norm = space.norm(state.gradient)
-    direction = torch.where(norm > 0, state.gradient / torch.where(norm > 0, norm, 1.0), fallback)
-    target = to_ball(space, state.c + state.step * direction, rho)
-    share = 1.0 if first else MOMENTUM
-    moved = state.c + share * (target - state.c) + (1 - share) * (state.c - state.previous)
-    c = to_ball(space, moved, rho)
+    stride = state.step / torch.where(norm > 0, norm, 1.0)
+    target = torch.addcmul(state.c, state.gradient, stride)
+    shrink = _shrink(space.norm(target), rho)
+    if first:
+        c = target * shrink
+    else:
+        # c + share (target - c) + (1 - share) (c - previous), in one pass less than it has terms
+        moved = (target * (MOMENTUM * shrink)).add_(state.c, alpha=2 * (1 - MOMENTUM))
+        moved.sub_(state.previous, alpha=1 - MOMENTUM)
+        c = moved * _shrink(space.norm(moved), rho)
     value, gradient, exists = evaluate_along(space, evaluate, c, path, rho, differentiate=not last)
     better = exists & (value > state.best_value)
+    if last:
+        gradient = state.gradient
     state = replace(
         state,
-        c=torch.where(exists, c, state.c),
+        c=choose(exists, c, state.c),
         previous=state.c,
         value=torch.where(exists, value, state.value),
-        gradient=torch.where(exists, gradient, state.gradient),
-        best=torch.where(better, c, state.best),
+        gradient=choose(exists, gradient, state.gradient),
+        best=choose(better, c, state.best),
         best_value=torch.where(better, value, state.best_value),
-        best_gradient=torch.where(better, gradient, state.best_gradient),
+        best_gradient=choose(better, gradient, state.best_gradient),
         step=torch.where(exists, state.step, state.step / 2),
         improvements=state.improvements + (exists & (value > state.value)),
         rejected=state.rejected + ~exists,
@@ -162,10 +180,10 @@ def _reconsider(state: AscentState, interval: int) -> AscentState:
     return replace(
         state,
         step=torch.where(halve, state.step / 2, state.step),
-        c=torch.where(halve, state.best, state.c),
-        previous=torch.where(halve, state.best, state.previous),
+        c=choose(halve, state.best, state.c),
+        previous=choose(halve, state.best, state.previous),
         value=torch.where(halve, state.best_value, state.value),
-        gradient=torch.where(halve, state.best_gradient, state.gradient),
+        gradient=choose(halve, state.best_gradient, state.gradient),
         improvements=torch.zeros_like(state.improvements),
         checkpoint_step=state.step,
         checkpoint_value=state.best_value,

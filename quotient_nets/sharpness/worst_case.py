@@ -92,9 +92,7 @@ def check_settings(rho: float, steps: int, restarts: int) -> None:
             raise ValueError(f"expected a positive integer {name}, got {number!r}")
 
 
-def differentiable_loss(
-    loss: Callable[[Tensor], Tensor], batch: torch.Size, manifold: geoopt.Manifold
-) -> Evaluate:
+def differentiable_loss(loss: Callable[[Tensor], Tensor], batch: torch.Size, manifold: geoopt.Manifold) -> Evaluate:
     """``loss`` with its gradient and its shape checked."""
 
     def evaluate(y: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
@@ -190,12 +188,15 @@ def _run(
     progress: Callable[[int, int], None] | None,
 ) -> tuple[AscentState, Tensor]:
     """One start of the ascent: its last state, and the best increase after each step."""
-    fallback = space.random(generator)
-    c, value = torch.zeros_like(fallback), base
+    c, value = space.origin(), base
     if from_random:
-        c = rho * fallback
-        value, gradient, exists = evaluate_along(space, evaluate, c, path, rho)
-        c, value = torch.where(exists, c, 0.0), torch.where(exists, value, base)
+        sphere = rho * space.random(generator)
+        value, slope, exists = evaluate_along(space, evaluate, sphere, path, rho)
+        c, value = torch.where(exists, sphere, 0.0), torch.where(exists, value, base)
+        gradient = torch.where(exists, slope, gradient)
+    stationary = space.norm(gradient) == 0
+    if bool(stationary.any()):
+        gradient = torch.where(stationary, space.random(generator), gradient)
     state = start(space, value, gradient, c, rho)
     history = [(state.best_value - base).reshape(space.batch)]
     intervals = checkpoints(steps)
@@ -206,7 +207,6 @@ def _run(
             state,
             path=path,
             rho=rho,
-            fallback=fallback,
             first=k == 1,
             last=k == steps,
             interval=intervals.get(k),

@@ -1,0 +1,22 @@
+"""Parameters of a model as one point of one manifold."""
+
+from quotient_nets.parameters.invariance import InvarianceReport
+from quotient_nets.parameters.layout import Component, Entry, Heads, Layout
+from quotient_nets.parameters.manifold import Block, ParameterManifold
+from quotient_nets.parameters.stand_in import StandIn, untouched
+from quotient_nets.parameters.views import Pair, Translation, View
+
+__all__ = [
+    "Block",
+    "Component",
+    "Entry",
+    "Heads",
+    "InvarianceReport",
+    "Layout",
+    "Pair",
+    "ParameterManifold",
+    "StandIn",
+    "Translation",
+    "View",
+    "untouched",
+]
