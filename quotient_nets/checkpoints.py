@@ -85,7 +85,9 @@ def load_model(directory: Path) -> nn.Module:
         except Exception as error:
             raise ValueError(f"cannot load {directory} as {names[0]}: {error}") from error
     missing = sorted(report["missing_keys"])
-    if missing:
+    if missing and all(name.startswith("pooler.") for name in missing):
+        model.pooler = None  # saved without one; the hidden states do not depend on it
+    elif missing:
         raise ValueError(f"{directory} has no weights for {', '.join(missing[:5])}; they would be random numbers")
     return model.eval()
 

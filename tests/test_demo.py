@@ -87,9 +87,7 @@ def test_layers_start_from_different_weights() -> None:
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize(
-    "shape", [(8, 8), (64,), (3, 64), (3, 3, 8, 8), (3, 1, 1, 8, 8), (3, 28, 28)]
-)
+@pytest.mark.parametrize("shape", [(8, 8), (64,), (3, 64), (3, 3, 8, 8), (3, 1, 1, 8, 8), (3, 28, 28)])
 def test_wrong_shapes_are_refused(model: DigitsViT, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"must have shape \(batch, 8, 8\).*got .*image\[None\]"):
         model(torch.zeros(shape))
@@ -104,9 +102,7 @@ def test_split_is_standardised_and_fixed() -> None:
     torch.testing.assert_close(split.train_images.mean(), torch.tensor(0.0), rtol=0, atol=1e-6)
     torch.testing.assert_close(split.train_images.std(), torch.tensor(1.0))
     assert set(split.train_labels.tolist()) == set(split.test_labels.tolist()) == set(range(10))
-    assert all(
-        torch.equal(once, again) for once, again in zip(split, load_digits_split(), strict=True)
-    )
+    assert all(torch.equal(once, again) for once, again in zip(split, load_digits_split(), strict=True))
 
 
 def test_missing_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,14 +19,10 @@ def test_importing_the_library_needs_no_extra() -> None:
 
 @pytest.mark.parametrize("name", ["main", "test"])
 def test_readme_has_the_command_that_ci_runs(name: str) -> None:
-    run = subprocess.run(
-        [ROOT / ".ci" / "run", "--command", name], capture_output=True, text=True, check=True
-    )
+    run = subprocess.run([ROOT / ".ci" / "run", "--command", name], capture_output=True, text=True, check=True)
     assert "pip install -e" in run.stdout
 
 
 def test_changelog_has_the_version() -> None:
-    headings = [
-        line for line in (ROOT / "docs/changelog.md").read_text().splitlines() if line[:3] == "## "
-    ]
+    headings = [line for line in (ROOT / "docs/changelog.md").read_text().splitlines() if line[:3] == "## "]
     assert any(line.removeprefix("## ").startswith(version("quotient-nets")) for line in headings)

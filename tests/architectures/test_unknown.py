@@ -96,9 +96,7 @@ def test_users_can_declare_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @declares("HomemadeAttention")
     def homemade(prefix: str, module: nn.Module):
-        return separate_projections(
-            prefix, module, Heads(2, WIDTH // 2), query="q", key="k", value="v", output="o"
-        )
+        return separate_projections(prefix, module, Heads(2, WIDTH // 2), query="q", key="k", value="v", output="o")
 
     assert "HomemadeAttention" in known_classes()
     report = parameter_manifold(model).check(model, tokens())

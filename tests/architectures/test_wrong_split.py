@@ -131,7 +131,9 @@ def test_sharpness_checks_by_itself_before_it_measures(monkeypatch: pytest.Monke
     model, batch = generic(Stack()), tokens()
     passes = []
     with pytest.raises(ValueError, match="layout does not fit"):
-        model_sharpness(model, lambda m, b: m(b).square().mean(), [batch], rho=0.1, progress=lambda *a: passes.append(a))
+        model_sharpness(
+            model, lambda m, b: m(b).square().mean(), [batch], rho=0.1, progress=lambda *a: passes.append(a)
+        )
     assert passes == []
     model_sharpness(model, lambda m, b: m(b).square().mean(), [batch], rho=0.1, steps=1, check=False)
 

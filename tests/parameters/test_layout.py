@@ -68,7 +68,9 @@ def test_points_that_are_not_contiguous() -> None:
     layout = partial().layout
     x = torch.randn(layout.size, 3).double().T
     assert not x.is_contiguous()
-    assert torch.equal(layout.scatter([part.mT.contiguous().mT for part in layout.gather(x)[:-1]] + [layout.gather(x)[-1]]), x)
+    assert torch.equal(
+        layout.scatter([part.mT.contiguous().mT for part in layout.gather(x)[:-1]] + [layout.gather(x)[-1]]), x
+    )
     expanded = torch.randn(1, layout.size).double().expand(4, -1)
     assert torch.equal(layout.scatter(layout.gather(expanded)), expanded)
 

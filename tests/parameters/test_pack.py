@@ -190,7 +190,9 @@ def test_part_of_a_packed_weight_goes_to_the_rest() -> None:
     assert block.kind == "query_key"
     x = space.pack(model)
     *_, rest = space.layout.gather(x)
-    values = torch.cat([model.attention.in_proj_weight[2 * WIDTH :].flatten(), model.attention.in_proj_bias[2 * WIDTH :]])
+    values = torch.cat(
+        [model.attention.in_proj_weight[2 * WIDTH :].flatten(), model.attention.in_proj_bias[2 * WIDTH :]]
+    )
     both = torch.cat([values, model.attention.out_proj.bias])
     assert torch.equal(rest.sort().values, both.sort().values)
     assert space.check(model, tokens(), tokens(), tokens()).change < 1e-12
@@ -332,7 +334,9 @@ def test_weights_that_are_not_finite_are_named_from_the_start(bad: float, name: 
 
 def test_other_architecture_is_refused() -> None:
     space = parameter_manifold(Stack())
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.in_proj_weight .*no such parameter.*parameter_manifold"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.self_attn\.in_proj_weight .*no such parameter.*parameter_manifold"
+    ):
         space.pack(MLP())
     with pytest.raises(ValueError, match=r"head\.weight of shape \(3, 8\), got shape \(4, 8\)"):
         space.pack(dict(Stack().named_parameters()) | {"head.weight": torch.ones(4, WIDTH)})

@@ -58,7 +58,7 @@ def test_detached_loss(loss: Any) -> None:
 
 def test_loss_that_depends_on_other_tensors_only() -> None:
     other = torch.ones(5, dtype=torch.float64, requires_grad=True)
-    with pytest.raises((ValueError, RuntimeError), match=r"differentiabl|not to have been used"):
+    with pytest.raises(ValueError, match="depend differentiably on its argument"):
         measure(lambda y: other * 2)
 
 
@@ -135,4 +135,4 @@ def test_errors_come_before_any_evaluation() -> None:
 
     for settings in ({"rho": -1}, {"steps": 0}, {"restarts": 0}, {"path": "geodesic"}):
         with pytest.raises(ValueError, match="expected"):
-            measure(never, **settings)
+            measure(never, geoopt.Euclidean(2), **settings)

@@ -30,7 +30,7 @@ def increase(x: Tensor, loss: Callable, result: Sharpness) -> Tensor:
     return loss(getattr(MANIFOLD, result.path)(x, result.direction)) - loss(x)
 
 
-# -- what the value is ---------------------------------------------------------------------------------------------------
+# -- what the value is -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -95,7 +95,7 @@ def test_the_first_order_share_vanishes_at_a_minimum() -> None:
 
 def test_converged_says_whether_the_last_quarter_still_gained() -> None:
     x, loss = fit(8)
-    for steps in (1, 2, 3, 20):
+    for steps in (1, 2, 3, 20, 100):
         result = worst_case_sharpness(loss, MANIFOLD, x, rho=0.5, steps=steps)
         gain = result.value - result.history[3 * steps // 4]
         assert torch.equal(result.converged, gain <= 0.01 * result.value)
@@ -112,7 +112,7 @@ def test_certificates_know_the_spectrum() -> None:
     assert bool((figures["rejected_steps"] == 0).all())
 
 
-# -- invariance ----------------------------------------------------------------------------------------------------------
+# -- invariance ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -127,10 +127,9 @@ def test_the_value_does_not_depend_on_the_representative(rho: float, path: str) 
 @pytest.mark.parametrize("path", PATHS)
 def test_the_value_does_not_depend_on_the_representative_in_float32(path: str) -> None:
     x, loss = fit(6, dtype=torch.float32)
-    a = MANIFOLD.random_element(6, R, condition=1e4)
-    y = MANIFOLD.action(x.double(), a).float()
-    # Rounding the entries of y moves its product; the loss is that of the rounded matrix on either side.
-    x = torch.stack([MANIFOLD.canonicalize(point.double())[0].float() for point in y])
+    # Rounding the factors moves their product by eps times the condition number: 1e-3 at 1e4, whatever the geometry.
+    y = MANIFOLD.action(x.double(), MANIFOLD.random_element(6, R, condition=1e3)).float()
+    x = MANIFOLD.canonicalize(y.double())[0].float()
     at_x, at_y = (worst_case_sharpness(loss, MANIFOLD, point, rho=0.3, path=path) for point in (x, y))
     assert at_y.value.dtype == torch.float32
     assert_close(at_y.value, at_x.value, rtol=1e-3, atol=0)
@@ -155,7 +154,7 @@ def test_the_adaptive_value_does_not_depend_on_the_scale_of_coordinates() -> Non
     assert_close(scaled, plain, rtol=1e-9, atol=0)
 
 
-# -- batches -------------------------------------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -189,7 +188,7 @@ def test_an_empty_batch_has_no_values() -> None:
     assert result.value.shape == (0,)
 
 
-# -- starts --------------------------------------------------------------------------------------------------------------
+# -- starts ----------------------------------------------------------------------------------------------------------
 
 FLAT = geoopt.Euclidean(1)
 
@@ -203,7 +202,7 @@ def test_a_saddle_is_left_in_a_seeded_direction() -> None:
 
 def test_a_minimum_of_the_product_is_left_too() -> None:
     x, loss = fit(3, noise=0.0)
-    result = worst_case_sharpness(loss, MANIFOLD, x, rho=0.5)
+    result = worst_case_sharpness(loss, MANIFOLD, x, rho=0.5, steps=100)
     assert bool((result.value > 0).all())
     assert bool(result.converged.all())
 
@@ -222,7 +221,7 @@ def test_some_elements_of_a_batch_may_be_stationary() -> None:
     curvature = torch.tensor([1.0, 2.0], dtype=torch.float64)
     result = worst_case_sharpness(lambda y: y.square() @ curvature, FLAT, x, rho=0.5, steps=50)
     assert_close(result.value[0], torch.tensor(0.5, dtype=torch.float64), rtol=1e-2, atol=0)
-    assert bool((result.value[1] > 1.25).all())  # along the gradient
+    assert_close(result.value[1], torch.tensor(1.25, dtype=torch.float64))  # along the gradient, where it stays
 
 
 def test_restarts_never_lower_the_value() -> None:
@@ -281,7 +280,7 @@ def test_progress_counts_the_passes() -> None:
     assert passes == {"forward": 1 + 2 + 21, "backward": 1 + 2 + 3 * 6}
 
 
-# -- paths that leave the domain -----------------------------------------------------------------------------------------
+# -- paths that leave the domain -------------------------------------------------------------------------------------
 
 
 class HalfLine(geoopt.Euclidean):
@@ -311,7 +310,7 @@ def test_a_random_start_out_of_the_domain_falls_back_on_the_centre() -> None:
     assert_close(result.value, torch.tensor(1.0, dtype=torch.float64))
 
 
-# -- weights that are exactly zero ---------------------------------------------------------------------------------------
+# -- weights that are exactly zero -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["expmap", "retr"])
@@ -345,7 +344,7 @@ def test_one_zero_weight_changes_little(zero: float) -> None:
     assert float(result.value) == pytest.approx((slope + 0.5 * size) ** 2 - slope**2, rel=1e-3)
 
 
-# -- callers -------------------------------------------------------------------------------------------------------------
+# -- callers ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_caller_may_have_switched_gradients_off() -> None:
@@ -373,25 +372,29 @@ def test_parameters_of_the_loss_get_no_gradient() -> None:
     assert c.grad is None
 
 
-# -- closed forms --------------------------------------------------------------------------------------------------------
+# -- closed forms ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rho", [0.03, 0.3, 2.0])
 def test_scalars_move_exponentially(rho: float) -> None:
-    r"""For ``n = m = r = 1`` the quotient is the half line, :math:`\beta(u) = \beta e^{\pm \sqrt 2 |u|}`: a grid search."""
+    r"""For ``n = m = r = 1`` the quotient is a half line, :math:`\beta(u) = \beta e^{\pm \sqrt 2 |u|}`: grid search."""
     manifold = InvariantFixedRank(1, 1)
     x = torch.randn(50, 2, 1, dtype=torch.float64)
     target = torch.randn(50, dtype=torch.float64)
 
     def of_product(beta: Tensor) -> Tensor:
-        return (beta - target).square() + (4 * beta).cos()
+        return (beta - target).square()
 
-    t = torch.linspace(-rho, rho, 20_001, dtype=torch.float64)[:, None]
+    def loss(y: Tensor) -> Tensor:
+        return of_product(manifold.product(y).flatten())
+
+    t = torch.linspace(-rho, rho, 2001, dtype=torch.float64)[:, None]
     beta = manifold.product(x).flatten()
     maximum = of_product(beta * (math.sqrt(2) * t).exp()).amax(0) - of_product(beta)
-    result = worst_case_sharpness(lambda y: of_product(manifold.product(y).flatten()), manifold, x, rho=rho, restarts=4)
-    assert bool((result.value <= maximum * (1 + 1e-6) + 1e-6).all())  # width of the grid
-    assert bool((result.value >= 0.99 * maximum - 1e-9).all())
+    # Both ends of the interval can be local maxima: several starts find the higher one.
+    result = worst_case_sharpness(loss, manifold, x, rho=rho, restarts=12)
+    assert bool((result.value <= maximum * (1 + 1e-9)).all())
+    assert bool((result.value >= maximum * (1 - 1e-9)).all())
 
 
 @pytest.mark.parametrize("rho", [0.01, 0.1, 0.5])
