@@ -21,9 +21,12 @@ html_title = f"quotient_nets {release}"
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
-# docs/tutorials links to ../tutorials: py:percent scripts, executed at every build.
+# docs/tutorials links to ../tutorials: py:percent scripts, executed at every build. So is the code on pages whose front
+# matter says `file_format: mystnb`; what it writes goes to a temporary folder.
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_merge_streams = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 

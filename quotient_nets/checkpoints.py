@@ -1,7 +1,7 @@
 """Models and data from files: Hugging Face directories, text and image files.
 
-Nothing is downloaded, no code of a checkpoint is run, and pickles are read with ``weights_only`` alone. Used by the command
-line only.
+Nothing is downloaded, no code of a checkpoint is run, and pickles are read with ``weights_only`` alone. Used by the
+command line only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ class Task:
         name: For tables.
         model: The model.
         batches: Dictionaries of tensors; ``"labels"`` holds the classes.
-        logits: ``logits(stand_in, batch)`` -> ``(examples, classes)``.
+        logits: ``logits(model, batch)`` -> ``(examples, classes)``.
         description: How logits and data came about, for reports.
     """
 
@@ -95,8 +95,8 @@ def load_model(directory: Path) -> nn.Module:
 def text_task(directory: Path, data: Path, *, limit: int, batch_size: int) -> Task:
     """Task from a text model and a file with one ``label<TAB>text`` in each line.
 
-    A model without a classification head gets a probe: logistic regression on its mean-pooled last hidden states, fitted
-    once at the original parameters and then held fixed.
+    A model without a classification head gets a probe: logistic regression on its mean-pooled last hidden states,
+    fitted once at the original parameters and then held fixed.
 
     Args:
         directory: Hugging Face directory with a tokenizer.
@@ -126,8 +126,8 @@ def image_task(directory: Path, data: Path, *, limit: int, batch_size: int) -> T
 
     Args:
         directory: Hugging Face directory.
-        data: ``.npz`` with ``images`` ``(N, channels, height, width)``, already normalised for the model, and ``labels``
-            ``(N,)``.
+        data: ``.npz`` with ``images`` ``(N, channels, height, width)``, already normalised for the model, and
+            ``labels`` ``(N,)``.
         limit: Number of images that are used.
         batch_size: Examples in a batch.
 
@@ -146,7 +146,7 @@ def load_task(directory: Path, data: Path, *, limit: int, batch_size: int) -> Ta
 
 def example_inputs(model: nn.Module) -> dict[str, Tensor]:
     """Inputs of the right shapes for a Hugging Face model, with random entries under a fixed seed."""
-    config, generator = model.config, torch.Generator().manual_seed(0)
+    config, generator = cast("Any", model.config), torch.Generator().manual_seed(0)
     if getattr(model, "main_input_name", "") == "pixel_values":
         size = config.image_size
         height, width = size if isinstance(size, (tuple, list)) else (size, size)
@@ -263,7 +263,11 @@ def _read_images(path: Path, limit: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[Any]:
-    """The transformers package, with its progress bars and reports off; its settings are put back."""
+    """The transformers package, with its progress bars and reports off; its settings are put back.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
     try:
         import transformers
     except ImportError as error:

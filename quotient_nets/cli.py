@@ -14,14 +14,13 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from quotient_nets.architectures import parameter_manifold
 from quotient_nets.checkpoints import Task, example_inputs, load_model, load_task
 from quotient_nets.demo import load_digits_split, load_digits_vit
 from quotient_nets.manifolds import FixedRank
-from quotient_nets.sharpness.orbit import ATTENTION, MEASURES, NORM_GAINS, ORIGINAL, OrbitRow, orbit_sharpness
+from quotient_nets.report import print_inspection, print_sharpness, progress_bar, reporter
+from quotient_nets.sharpness.orbit import OrbitRow, orbit_sharpness
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 CONDITIONS = (1.0, 10.0, 100.0, 1e4)
@@ -73,15 +72,8 @@ def sharpness(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
 ) -> None:
     """Adaptive and geodesic sharpness of a model, before and after its weights are rewritten by symmetries."""
-    for path in (out, plot):
-        if path is not None and path.exists() and not overwrite and not (resume and path == out):
-            raise FileExistsError(
-                f"{path} exists; pass --overwrite to replace it" + (", or --resume" if path == out else "")
-            )
-        if path is not None and not path.resolve().parent.is_dir():
-            raise FileNotFoundError(f"the folder of {path} does not exist")
-    if min(limit, batch_size) < 1 or (draws is not None and draws < 1):
-        raise ValueError(f"expected positive --limit, --batch-size and --draws, got {limit}, {batch_size}, {draws}")
+    _check_files(out, plot, resume=resume, overwrite=overwrite)
+    _check_options(limit, batch_size, draws)
     task = _task(model, data, limit, batch_size)
     steps = steps or (20 if model is None else 10)
     draws = draws or (5 if model is None else 1)
@@ -99,8 +91,8 @@ def sharpness(
     done = _read_rows(out, settings) if resume and out is not None and out.exists() else []
     rows, started = [], time.monotonic()
     stderr = Console(stderr=True)
-    with _progress(stderr) if stderr.is_terminal else nullcontext() as bar:
-        report = None if bar is None else _reporter(bar)
+    with progress_bar(stderr) if stderr.is_terminal else nullcontext() as bar:
+        report = None if bar is None else reporter(bar)
         found = orbit_sharpness(
             task.model,
             task.loss,
@@ -125,7 +117,7 @@ def sharpness(
     if as_json:
         print(json.dumps(_content(settings, rows), indent=1))
     else:
-        _print_table(task, settings, rows, time.monotonic() - started)
+        print_sharpness(settings, rows, time.monotonic() - started)
 
 
 @app.command()
@@ -179,26 +171,29 @@ def inspect(
     }
     if as_json:
         print(json.dumps(content, indent=1))
-        return
-    console = _wide_console()
-    table = Table(title=f"{name}: {space.layout.size:,} parameters, {removed:,} dimensions divided out")
-    for heading in ("block", "heads", "group", "G", "H", "translations", "removed", "largest condition"):
-        table.add_column(heading, justify="left" if heading == "block" else "right")
-    for block in blocks:
-        *cells, condition = block.values()
-        table.add_row(*(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells), f"{condition:.3g}")
-    console.print(table)
-    console.print(f"rest: {space.layout.rest_size:,} parameters, {space.rest.name} metric")
-    for note in content["notes"]:
-        console.print(f"note: {note}", highlight=False)
-    console.print(
-        f"self-check in {report.dtype}: outputs change by {report.change:.1e} of their size under random elements of "
-        f"condition 10 on every head (tolerance {report.tolerance:.0e}); moving one factor only: "
-        + ", ".join(f"{kind} {change:.1e}" for kind, change in report.controls.items()),
-        highlight=False,
-    )
-    if report.unverified:
-        console.print(f"not verifiable on these inputs: {', '.join(report.unverified)}", highlight=False)
+    else:
+        print_inspection(content, str(space.rest.name))
+
+
+def _check_files(out: Path | None, plot: Path | None, *, resume: bool, overwrite: bool) -> None:
+    """Refuse output files before anything is measured.
+
+    Raises:
+        FileExistsError: A file exists that is neither to be replaced nor resumed.
+        FileNotFoundError: The folder of a file does not exist.
+    """
+    for path in (out, plot):
+        if path is not None and path.exists() and not overwrite and not (resume and path == out):
+            raise FileExistsError(
+                f"{path} exists; pass --overwrite to replace it" + (", or --resume" if path == out else "")
+            )
+        if path is not None and not path.resolve().parent.is_dir():
+            raise FileNotFoundError(f"the folder of {path} does not exist")
+
+
+def _check_options(limit: int, batch_size: int, draws: int | None) -> None:
+    if min(limit, batch_size) < 1 or (draws is not None and draws < 1):
+        raise ValueError(f"expected positive --limit, --batch-size and --draws, got {limit}, {batch_size}, {draws}")
 
 
 def _task(model: Path | None, data: Path | None, limit: int, batch_size: int) -> Task:
@@ -223,16 +218,6 @@ def _digit_logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return model(batch["images"])
 
 
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("forward and backward passes"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True)
-
-
-def _reporter(bar: Progress) -> Any:
-    line = bar.add_task("sharpness", total=None)
-    return lambda done, total: bar.update(line, completed=done, total=total)
-
-
 def _content(settings: dict[str, Any], rows: Sequence[OrbitRow]) -> dict[str, Any]:
     return {"settings": settings, "rows": [row.to_dict() for row in rows]}
 
@@ -249,52 +234,3 @@ def _read_rows(path: Path, settings: dict[str, Any]) -> list[OrbitRow]:
     if other:
         raise ValueError(f"{path} was written with other settings ({', '.join(sorted(other))}); use --overwrite")
     return [OrbitRow(**row) for row in content["rows"]]
-
-
-def _print_table(task: Task, settings: dict[str, Any], rows: Sequence[OrbitRow], seconds: float) -> None:
-    console = _wide_console()
-    original = rows[0]
-    table = Table(title=f"{task.name}: sharpness of one function, written in many ways (ρ = {settings['rho']:g})")
-    table.add_column("rewritten by")
-    for measure in MEASURES:
-        table.add_column(f"{measure} × ratio", justify="right")
-    table.add_column("logits", justify="right")
-    for symmetry, condition in dict.fromkeys((row.symmetry, row.condition) for row in rows):
-        group = [row for row in rows if (row.symmetry, row.condition) == (symmetry, condition)]
-        cells = []
-        for measure in MEASURES:
-            values = sorted(row.values[measure] for row in group)
-            star = "" if all(row.converged[measure] for row in group) else "*"
-            low, high = values[0] / original.values[measure], values[-1] / original.values[measure]
-            ratio = "" if symmetry == ORIGINAL else f" × {_range(low, high)}"
-            cells.append(f"{values[len(values) // 2]:.4g}{star}{ratio}")
-        changes = max(row.logit_change for row in group)
-        table.add_row(_name(symmetry, condition), *cells, f"{changes:.1e}" if symmetry != ORIGINAL else "")
-    console.print(table)
-    if not any(row.symmetry == NORM_GAINS for row in rows):
-        console.print("norm gains: no pre-norm layer is declared for this model, so this symmetry is not exact here")
-    console.print(
-        f"median over {settings['draws']} random elements × ratio to the original, smallest to largest; logits: largest "
-        f"change over the largest logit; "
-        f"{settings['examples']} examples in batches of {settings['batch_size']}, {settings['steps']} steps, "
-        f"{task.description}; {seconds:.0f} s. *: search not converged, the value is a lower bound. Geodesic sharpness "
-        "divides out GL(h) of every head and exact bias translations. It does not divide out norm gains.",
-        highlight=False,
-    )
-
-
-def _range(low: float, high: float) -> str:
-    short, long = (f"{ratio:.4f}" if ratio < 10 else f"{ratio:.0f}" for ratio in (low, high))
-    return short if short == long else f"{short}–{long}"
-
-
-def _name(symmetry: str, condition: float) -> str:
-    if symmetry == ORIGINAL:
-        return "nothing"
-    return f"attention, {condition:g}" if symmetry == ATTENTION else f"norm gains, {condition:g}"
-
-
-def _wide_console() -> Console:
-    """A console as wide as the tables need where no terminal says how wide it is."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)

@@ -79,8 +79,8 @@ def frame(g: Tensor, h: Tensor) -> Frame:
         h: Right factor, ``(..., m, r)`` with ``r <= m`` and the same batch shape.
 
     Returns:
-        The frame, detached from autograd. An element that holds NaN or Inf, or is rank deficient, gives non-finite
-        entries for that element only.
+        The frame, detached from autograd. An element that holds NaN or Inf, or is numerically rank deficient,
+        :math:`s_r \le 10 \max(n, m)\, \epsilon\, |G| |H|`, gives NaN for that element only.
 
     Cost: :math:`O((n + m) r^2 + r^3)`.
     """
@@ -119,11 +119,16 @@ def _frame(g: Tensor, h: Tensor) -> Frame:
     qg, rg = torch.linalg.qr(g)
     qh, rh = torch.linalg.qr(h)
     u, s, vt = torch.linalg.svd(rg @ rh.mT, full_matrices=False)
-    s = s * torch.where(finite.squeeze(-1), 1.0, math.nan)
     v = vt.mT
+    floor = 10 * max(g.shape[-2], h.shape[-2]) * torch.finfo(g.dtype).eps
+    norms = torch.linalg.matrix_norm(rg, keepdim=True) * torch.linalg.matrix_norm(rh, keepdim=True)
+    full = finite & (s.narrow(-1, -1, 1).unsqueeze(-1) > floor * norms)
+    # Below the floor the last columns would be rounding noise: no number is better than a plausible one.
+    valid = torch.where(full, 1.0, math.nan).to(g.dtype)
+    s = s * valid.squeeze(-1)
     qg, qh = qg @ u, qh @ v
     probe = torch.frac(torch.arange(1, g.shape[-2] + 1, dtype=g.dtype, device=g.device) * 0.6180339887) - 0.5
-    sign = torch.where(probe @ qg < 0, -1.0, 1.0).unsqueeze(-2) * torch.where(finite, 1.0, math.nan)
+    sign = torch.where(probe @ qg < 0, -1.0, 1.0).unsqueeze(-2) * valid
     u, v = u * sign, v * sign
     # Triangular solves, not products with 1/s: their error grows with cond(G), not with cond(G) cond(X).
     pull_g = torch.linalg.solve_triangular(rg, u, upper=True)
@@ -144,9 +149,9 @@ def _scalar_frame(g: Tensor, h: Tensor) -> Frame:
 
 
 def taylor_degree(radius: float, tolerance: float) -> int:
-    r"""Least ``d`` with :math:`(2\rho)^{d+1} / (d+1)! \le` ``tolerance``, for ``rho = radius``."""
+    r"""Least ``d`` with :math:`(2\rho)^{d+1} / (d+1)! \le` ``tolerance``, or a number above ``MAX_DEGREE``."""
     term, degree = 2 * radius, 0
-    while term > tolerance:
+    while term > tolerance and degree <= MAX_DEGREE:
         degree += 1
         term *= 2 * radius / (degree + 1)
     return max(degree, 1)

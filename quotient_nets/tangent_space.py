@@ -12,12 +12,16 @@ Used by sharpness and by our manifolds. Knows ``geoopt.Manifold``, no concrete m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any, cast
 
 import geoopt
 import torch
 from torch import Tensor
 
 SPEED_TOLERANCE = 1e-3  # of the measured velocity of a path at 0, relative to the tangent vector
+
+Checked = tuple[bool, str | None]
+"""Whether something holds, and why not. What geoopt's checks return; they declare a bool."""
 
 
 class TangentSpace(ABC):
@@ -98,8 +102,8 @@ class EmbeddedTangentSpace(TangentSpace):
         """Prepare the tangent space of ``manifold`` at ``x``; costs nothing."""
         self.manifold = manifold
         self.x = x.detach()
-        self.ndim = manifold.ndim
-        self.batch = x.shape[: x.dim() - manifold.ndim]
+        self.ndim = cast("int", manifold.ndim)  # geoopt declares None
+        self.batch = x.shape[: x.dim() - self.ndim]
 
     def coordinates(self, u: Tensor) -> Tensor:
         """The vector itself."""
@@ -113,7 +117,8 @@ class EmbeddedTangentSpace(TangentSpace):
         """``manifold.inner``, in a shape that does not depend on how the manifold reads ``keepdim``."""
         # Stereographic broadcasts a batch against itself without keepdim; UpperHalf keeps one axis of two with it.
         inner = self.manifold.inner(self.x, c, d, keepdim=True)
-        return inner.reshape(self.batch + (1,) * self.ndim)
+        batch = torch.broadcast_shapes(self.batch, *(t.shape[: t.dim() - self.ndim] for t in (c, d)))
+        return inner.reshape(batch + (1,) * self.ndim)
 
     def project(self, c: Tensor) -> Tensor:
         """``manifold.proju``."""
@@ -145,7 +150,7 @@ class EmbeddedTangentSpace(TangentSpace):
         generator = torch.Generator(device="cpu").manual_seed(0)
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
         u = self.manifold.proju(x, self.manifold.proju(x, noise))
-        u = u / torch.linalg.vector_norm(u).clamp_min(1e-300) * torch.linalg.vector_norm(x).clamp(1e-3, 1.0)
+        u = u / torch.linalg.vector_norm(u).clamp_min(1e-300) * torch.linalg.vector_norm(x).clamp_min(1e-3)
         step, follow = 1e-5, getattr(self.manifold, path)
         velocity = (follow(x, step * u) - follow(x, -step * u)) / (2 * step)
         error = torch.linalg.vector_norm(velocity - u) / torch.linalg.vector_norm(u)
@@ -161,3 +166,13 @@ def tangent_space(manifold: geoopt.Manifold, x: Tensor) -> TangentSpace:
     """Tangent space of any ``geoopt.Manifold`` at ``x``: its own ``at(x)`` if it has one, else the generic one."""
     at = getattr(manifold, "at", None)
     return EmbeddedTangentSpace(manifold, x) if at is None else at(x)
+
+
+def check_point(manifold: geoopt.Manifold, x: Tensor) -> Checked:
+    """Whether ``x`` lies on any ``geoopt.Manifold``, and the manifold's reason if it does not."""
+    return cast("Checked", manifold.check_point_on_manifold(x, explain=True))
+
+
+def manifold_tensor(x: Tensor, manifold: geoopt.Manifold) -> geoopt.ManifoldTensor:
+    """``x`` as a tensor that knows its manifold; geoopt declares no constructor that takes one."""
+    return cast("Any", geoopt.ManifoldTensor)(x, manifold=manifold)

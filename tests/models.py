@@ -14,14 +14,14 @@ from torch import Tensor, nn
 Model = TypeVar("Model", bound=nn.Module)
 
 WIDTH, HEADS, RANK = 8, 2, 4
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": WIDTH,
     "num_hidden_layers": 2,
     "num_attention_heads": HEADS,
     "intermediate_size": 10,
 }
-TEXT = SMALL | {"vocab_size": 19, "max_position_embeddings": 16}
-IMAGE = SMALL | {"image_size": 8, "patch_size": 4}
+TEXT: dict[str, Any] = SMALL | {"vocab_size": 19, "max_position_embeddings": 16}
+IMAGE: dict[str, Any] = SMALL | {"image_size": 8, "patch_size": 4}
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
 
 class Stack(nn.Module):
-    """Two pre-norm layers of ``nn.TransformerEncoderLayer`` and a readout: the smallest real network of this package."""
+    """Two pre-norm layers of ``nn.TransformerEncoderLayer`` and a readout: the smallest real network here."""
 
     def __init__(self, layers: int = 2, **options: Any):
         super().__init__()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import geoopt
@@ -55,27 +58,26 @@ def parameter_manifold(
     unknown = unknown_attention(model)
     if unknown:
         message = (
-            f"attention classes without a declaration: {', '.join(unknown)}. Their symmetries are not divided out; their "
-            f"parameters go to the rest. Known classes and their subclasses: see `quotient_nets.architectures`."
+            f"attention classes without a declaration: {', '.join(unknown)}. Their symmetries are not divided out; "
+            f"their parameters go to the rest. Known classes and their subclasses: see `quotient_nets.architectures`."
         )
         if strict:
             raise ValueError(message)
         warnings.warn(message, stacklevel=2)
-    pairs, inside = _pairs(model)
+    pairs, inside, outside = _pairs(model)
     parameters = _parameters(model, frozen, inside if scope == "attention" else None)
     notes = [f"{name}: no declaration" for name in unknown]
     loose: list[Heads] = []
     components: dict[tuple[str, int, int, int], list[Heads]] = {}
-    seen: set[View] = set()
+    uses = Counter(view for pair in pairs for view in pair.views)
     for pair in pairs:
-        if seen.issuperset(pair.views):
-            continue  # tied to an earlier layer: one block once
-        reason = _obstacle(pair, parameters, seen)
+        if pair.translation is not None and pair.translation.output_bias not in (None, *parameters):
+            pair = replace(pair, translation=None)  # nothing that varies can compensate
+        reason = _obstacle(pair, parameters, uses, outside)
         if reason is not None:
             notes.append(f"{pair.module} ({pair.kind}): {reason}")
             loose.append(Heads(pair, 0, pair.heads))
             continue
-        seen.update(pair.views)
         g, h = pair.factors(parameters)
         key = (pair.kind, g.shape[-2], h.shape[-2], pair.rank)
         bad = _degenerate_heads(pair, g, h) if issubclass(attention, FixedRank) else []
@@ -92,14 +94,31 @@ def parameter_manifold(
                 loose.append(run)
             else:
                 components.setdefault(key, []).append(run)
-    weights = dict(block_weights or {})
+    weights = _weights(block_weights, {kind for kind, *_ in components})
     blocks = [
-        Block(kind, _manifold(attention, n, m), Component(tuple(runs), n, m, rank), weights.pop(kind, 1.0))
+        Block(kind, _manifold(attention, n, m), Component(tuple(runs), n, m, rank), weights.get(kind, 1.0))
         for (kind, n, m, rank), runs in components.items()
     ]
     return ParameterManifold(
-        _entries(parameters), blocks, _manifold(rest), _within(loose, parameters), notes, weights.pop("rest", 1.0)
+        _entries(parameters), blocks, _manifold(rest), _within(loose, parameters), notes, weights.get("rest", 1.0)
     )
+
+
+def _weights(block_weights: Mapping[str, float] | None, kinds: set[str]) -> dict[str, float]:
+    """Weights by kind of block.
+
+    Raises:
+        ValueError: A key names no block of the model, or a weight is not positive and finite.
+    """
+    weights = dict(block_weights or {})
+    for kind, weight in weights.items():
+        if kind not in kinds | {"rest"}:
+            raise ValueError(
+                f"expected keys of `block_weights` among {', '.join(sorted(kinds))} and rest, got {kind!r}"
+            )
+        if not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
+            raise ValueError(f"expected a positive finite weight for {kind}, got {weight!r}")
+    return weights
 
 
 def _manifold(manifold: type[geoopt.Manifold], *sizes: int) -> geoopt.Manifold:
@@ -120,15 +139,23 @@ def _refuse_shared_modules(model: nn.Module) -> None:
             )
 
 
-def _pairs(model: nn.Module) -> tuple[list[Pair], set[str]]:
-    """Pairs of all known attention modules, and the names of all parameters inside attention modules."""
+def _pairs(model: nn.Module) -> tuple[list[Pair], set[str], set[str]]:
+    """Pairs of all known attention modules, layers tied as a whole once, with the names of ``named_parameters()``.
+
+    Returns:
+        The pairs; the names of all parameters inside attention modules; and those of parameters that are tied to
+        something that belongs to no pair.
+    """
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-    pairs, inside = [], set()
+    pairs, inside, used = [], set(), set()
     for prefix, module, declaration in attention_modules(model):
-        pairs += [pair.renamed(names) for pair in declaration(prefix, module)]
+        declared = declaration(prefix, module)
+        pairs += [pair.renamed(names) for pair in declared]
+        used |= {view.parameter for pair in declared for view in pair.views}
         inside |= {first[id(parameter)] for parameter in module.parameters()}
-    return pairs, inside
+    outside = {names[name] for name in used if any(names[alias] == names[name] for alias in names.keys() - used)}
+    return list({pair.views: pair for pair in reversed(pairs)}.values())[::-1], inside, outside
 
 
 def _parameters(model: nn.Module, frozen: bool, only: set[str] | None) -> dict[str, Tensor]:
@@ -148,13 +175,13 @@ def _parameters(model: nn.Module, frozen: bool, only: set[str] | None) -> dict[s
     return parameters
 
 
-def _obstacle(pair: Pair, parameters: Mapping[str, Tensor], seen: set[View]) -> str | None:
+def _obstacle(pair: Pair, parameters: Mapping[str, Tensor], uses: Mapping[View, int], outside: set[str]) -> str | None:
     """Why a pair cannot be a block."""
     missing = sorted({view.parameter for view in pair.views if view.parameter not in parameters})
     if missing:
         return f"{', '.join(missing)} does not vary"
-    if len(set(pair.views)) < len(pair.views) or seen.intersection(pair.views):
-        return "weights tied inside the pair, or in part to those of another layer"
+    if any(uses[view] > 1 or view.parameter in outside for view in pair.views):
+        return "weights tied inside the pair, in part to another pair, or to something outside attention"
     rows = [factor.shape[-2] for factor in pair.factors(parameters)]
     if pair.rank > min(rows):
         return f"rank {pair.rank} exceeds the {min(rows)} rows of a factor"

@@ -68,7 +68,6 @@ def value_output(
     prefix: str, value: tuple[View, ...], output: View, output_bias: str | None, *, shift: bool = True
 ) -> Pair:
     """Pair of value rows and output columns; the output bias absorbs a shift of the value bias."""
-    possible = shift and len(value) > 1 and output_bias is not None
-    return Pair(
-        prefix, "value_output", value, (output,), Translation(value[1], output, output_bias) if possible else None
-    )
+    bias = value[1] if shift and len(value) > 1 else None
+    translation = None if bias is None or output_bias is None else Translation(bias, output, output_bias)
+    return Pair(prefix, "value_output", value, (output,), translation)

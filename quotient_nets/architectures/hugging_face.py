@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from quotient_nets.architectures.declare import Heads, separate_projections
@@ -17,12 +19,11 @@ def bert_attention(prefix: str, module: nn.Module) -> tuple[Pair, ...]:
     common GL(h).
     """
     inner = module.get_submodule("self")
-    heads = Heads(inner.num_attention_heads, inner.attention_head_size)
     relative = getattr(inner, "position_embedding_type", "absolute") != "absolute"
     return separate_projections(
         prefix,
         module,
-        heads,
+        _heads(inner),
         query="self.query",
         key="self.key",
         value="self.value",
@@ -35,10 +36,26 @@ def bert_attention(prefix: str, module: nn.Module) -> tuple[Pair, ...]:
 def vit_attention(prefix: str, module: nn.Module) -> tuple[Pair, ...]:
     """ViT: four projections side by side in transformers 5, two levels in transformers 4."""
     if hasattr(module, "q_proj"):
-        heads = Heads(module.num_attention_heads, module.head_dim)
-        names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-    else:
-        inner = module.get_submodule("attention")
-        heads = Heads(inner.num_attention_heads, inner.attention_head_size)
-        names = {part: f"attention.{part}" for part in ("query", "key", "value")} | {"output": "output.dense"}
-    return separate_projections(prefix, module, heads, **names)
+        return separate_projections(
+            prefix,
+            module,
+            _heads(module, rank="head_dim"),
+            query="q_proj",
+            key="k_proj",
+            value="v_proj",
+            output="o_proj",
+        )
+    return separate_projections(
+        prefix,
+        module,
+        _heads(module.get_submodule("attention")),
+        query="attention.query",
+        key="attention.key",
+        value="attention.value",
+        output="output.dense",
+    )
+
+
+def _heads(module: Any, rank: str = "attention_head_size") -> Heads:
+    """Heads of a module that stores their number and, under the name ``rank``, their dimension."""
+    return Heads(module.num_attention_heads, getattr(module, rank))

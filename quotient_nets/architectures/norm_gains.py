@@ -1,8 +1,8 @@
 """Gains of normalisation layers, and the weights that can absorb them.
 
 In a pre-norm layer the output of a norm is read by linear layers only: multiplying gain and bias by ``c`` and dividing
-the columns of these layers by ``c`` leaves the function unchanged. No quotient of this package divides this symmetry out;
-it is here so that a study can show what it does.
+the columns of these layers by ``c`` leaves the function unchanged. No quotient of this package divides this symmetry
+out; it is here so that a study can show what it does.
 """
 
 from __future__ import annotations

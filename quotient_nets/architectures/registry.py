@@ -1,7 +1,7 @@
 """Which attention classes we know, and what each of them declares.
 
-A declaration is a function from an attention module and its name to the :class:`Pair` s of its heads. It is found by the
-name of the module's class or of any base, so no model library is imported. Adding an architecture is one small
+A declaration is a function from an attention module and its name to the :class:`Pair` s of its heads. It is found by
+the name of the module's class or of any base, so no model library is imported. Adding an architecture is one small
 declaration and one row in the tests' table.
 """
 

@@ -21,11 +21,19 @@ EXTRA = "1 1 (head rank)"  # bias_k and bias_v, one more key and value in every 
 
 
 @declares("MultiheadAttention")
-def multihead_attention(prefix: str, module: nn.MultiheadAttention) -> tuple[Pair, ...]:
+def multihead_attention(prefix: str, module: nn.Module) -> tuple[Pair, ...]:
     """Packed or separate input projections, with or without biases and the extra key and value.
 
     ``add_bias_kv`` and ``add_zero_attn`` append keys that the biases do not reach: GL(h) stays exact, shifts do not.
+
+    Raises:
+        ValueError: The module is of another class with this name.
     """
+    if not isinstance(module, nn.MultiheadAttention):
+        raise ValueError(
+            f"expected {prefix or 'the model'} to be a torch.nn.MultiheadAttention, got another class of this name, "
+            f"from {type(module).__module__}. Rename the class: its parameters then go to the rest."
+        )
     heads = Heads(module.num_heads, module.head_dim)
     separate = {0: "q_proj_weight", 1: "k_proj_weight", 2: "v_proj_weight"}
     extra = {1: "bias_k", 2: "bias_v"}

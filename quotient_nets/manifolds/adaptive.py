@@ -14,7 +14,7 @@ from geoopt.utils import size2shape
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.tangent_space import TangentSpace
+from quotient_nets.tangent_space import TangentSpace, manifold_tensor
 
 
 class AdaptiveEuclidean(geoopt.Manifold):
@@ -47,8 +47,8 @@ class AdaptiveEuclidean(geoopt.Manifold):
     @override
     def component_inner(self, x: Tensor, u: Tensor, v: Tensor | None = None) -> Tensor:
         """The summands of the inner product, which make adaptive optimizers elementwise."""
-        square, zero = _nonzero(x.square())
-        return torch.where(zero, 0.0, u * (u if v is None else v) / square)
+        magnitude, zero = _nonzero(x)
+        return torch.where(zero, 0.0, (u / magnitude) * ((u if v is None else v) / magnitude))
 
     @override
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
@@ -80,7 +80,8 @@ class AdaptiveEuclidean(geoopt.Manifold):
     def logmap(self, x: Tensor, y: Tensor) -> Tensor:
         """``x log(y / x)``; NaN where the signs of ``x`` and ``y`` differ."""
         magnitude, zero = _nonzero(x)
-        return x * torch.log(torch.where(zero & (y == 0), 1.0, y / magnitude))
+        ratio = torch.where(zero, torch.where(y == 0, 1.0, torch.nan), y / magnitude)
+        return x * torch.log(ratio)
 
     @override
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
@@ -102,14 +103,14 @@ class AdaptiveEuclidean(geoopt.Manifold):
         """Independent standard normal coordinates."""
         shape = size2shape(*size)
         self._assert_check_shape(shape, "x")
-        return geoopt.ManifoldTensor(torch.randn(*shape, dtype=dtype, device=device), manifold=self)
+        return manifold_tensor(torch.randn(*shape, dtype=dtype, device=device), self)
 
     @override
     def origin(self, *size, dtype=None, device=None, seed: int | None = 42) -> geoopt.ManifoldTensor:
         """Vector of ones."""
         shape = size2shape(*size)
         self._assert_check_shape(shape, "x")
-        return geoopt.ManifoldTensor(torch.ones(*shape, dtype=dtype, device=device), manifold=self)
+        return manifold_tensor(torch.ones(*shape, dtype=dtype, device=device), self)
 
     @override
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
@@ -121,16 +122,19 @@ class AdaptiveEuclidean(geoopt.Manifold):
     def _check_vector_on_tangent(
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
-        if bool(((x != 0) | (u.abs() <= atol)).all()):
+        if bool((((x != 0) | (u.abs() <= atol)) & u.isfinite()).all()):
             return True, None
-        return False, "expected no component along coordinates that are exactly zero; remove it with `proju(x, u)`"
+        return (
+            False,
+            "expected finite vectors with no component along coordinates that are exactly zero; use `proju(x, u)`",
+        )
 
     def _axes(self) -> tuple[int, ...]:
         return tuple(range(-self.ndim, 0))
 
     def __eq__(self, other: object) -> bool:
         """Equal to every other of the same ``ndim``; geoopt compares manifolds when it wraps parameters."""
-        return type(other) is type(self) and self.ndim == other.ndim  # pyright: ignore[reportAttributeAccessIssue]
+        return isinstance(other, AdaptiveEuclidean) and type(other) is type(self) and self.ndim == other.ndim
 
     def __hash__(self) -> int:
         """Consistent with equality."""

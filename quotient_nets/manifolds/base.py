@@ -19,7 +19,7 @@ from geoopt.utils import size2shape
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.tangent_space import EmbeddedTangentSpace, TangentSpace
+from quotient_nets.tangent_space import EmbeddedTangentSpace, TangentSpace, manifold_tensor
 
 EXPMAP_STEPS = 128  # Runge-Kutta steps of the default expmap
 
@@ -41,7 +41,10 @@ class QuotientManifold(geoopt.Manifold):
 
     @abstractmethod
     def infinitesimal_action(self, x: Tensor, xi: Tensor) -> Tensor:
-        """Vertical vector at ``x``: derivative of ``action(x, exp(t xi))`` at ``t = 0``; any ``xi``, ``(..., r, r)``."""
+        """Vertical vector at ``x``: derivative of ``action(x, exp(t xi))`` at ``t = 0``.
+
+        Any tensor ``(..., r, r)`` is an admissible ``xi``.
+        """
 
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
@@ -118,7 +121,7 @@ class QuotientManifold(geoopt.Manifold):
 
     @override
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Horizontal lift at ``y`` of the pushed-forward ``v``, projected on the tangent space of the quotient at ``y``.
+        """Horizontal lift at ``y`` of the pushed-forward ``v``, projected on the quotient's tangent space at ``y``.
 
         Depends on the points, not on their representatives. Least squares with the dense Jacobian of
         :meth:`product`: cost cubic in the size of a point.
@@ -150,7 +153,7 @@ class QuotientManifold(geoopt.Manifold):
         """Representative with independent standard normal entries, as a ``geoopt.ManifoldTensor``."""
         shape = size2shape(*size)
         self._assert_check_shape(shape, "x")
-        return geoopt.ManifoldTensor(torch.randn(*shape, dtype=dtype, device=device), manifold=self)
+        return manifold_tensor(torch.randn(*shape, dtype=dtype, device=device), self)
 
     @override
     def origin(
@@ -165,7 +168,7 @@ class QuotientManifold(geoopt.Manifold):
         self._assert_check_shape(shape, "x")
         generator = torch.Generator().manual_seed(42 if seed is None else seed)
         x = torch.randn(*shape, dtype=dtype, generator=generator).to(device)
-        return geoopt.ManifoldTensor(x, manifold=self)
+        return manifold_tensor(x, self)
 
     @override
     def _check_vector_on_tangent(
@@ -184,8 +187,8 @@ class QuotientManifold(geoopt.Manifold):
         return ()
 
     def __eq__(self, other: object) -> bool:
-        """Manifolds of one class with the same numbers are equal; geoopt compares manifolds when it wraps parameters."""
-        return type(other) is type(self) and self._numbers() == other._numbers()  # pyright: ignore[reportAttributeAccessIssue]
+        """Equal if of one class and with the same numbers; geoopt compares manifolds when it wraps parameters."""
+        return isinstance(other, QuotientManifold) and type(other) is type(self) and self._numbers() == other._numbers()
 
     def __hash__(self) -> int:
         """Consistent with equality."""

@@ -10,7 +10,7 @@ Imports: geoopt, torch, :mod:`quotient_nets.linalg`. Knows nothing of networks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from typing_extensions import override
 from quotient_nets.linalg import Frame, balanced_frame, frame
 from quotient_nets.manifolds.base import QuotientManifold
 from quotient_nets.manifolds.invariant_tangent import InvariantTangentSpace
+from quotient_nets.tangent_space import Checked
 
 
 class FixedRank(QuotientManifold):
@@ -79,9 +80,11 @@ class FixedRank(QuotientManifold):
     @override
     def action(self, x: Tensor, a: Tensor) -> Tensor:
         """Representative :math:`(G a^{-1}, H a^T)`; NaN or Inf where ``a`` is singular."""
-        g, h = self.unpack_tensor(x)
+        dtype = torch.promote_types(x.dtype, torch.float32)  # no solver for less
+        g, h = self.unpack_tensor(x.to(dtype))
+        a = a.to(dtype)
         left = torch.linalg.solve_ex(a, g, left=False)[0]
-        return self.pack_point(left, h @ a.mT)
+        return self.pack_point(left, h @ a.mT).to(x.dtype)
 
     @override
     def infinitesimal_action(self, x: Tensor, xi: Tensor) -> Tensor:
@@ -109,7 +112,7 @@ class FixedRank(QuotientManifold):
 
     @override
     def _check_shape(self, shape: tuple[int, ...], name: str) -> tuple[bool, str | None]:
-        ok, reason = super()._check_shape(shape, name)
+        ok, reason = cast("Checked", super()._check_shape(cast("Any", shape), name))
         if not ok:
             return ok, reason
         if shape[-2] != self.n + self.m or not 1 <= shape[-1] <= min(self.n, self.m):
@@ -136,10 +139,8 @@ class FixedRank(QuotientManifold):
     def deficient(self, x: Tensor) -> Tensor:
         r"""Whether :math:`s_r(G H^\top) \le 10 \max(n, m)\, \epsilon\, |G| |H|` in float64, for each element."""
         x = x.detach().double()
-        g, h = self.unpack_tensor(x)
-        norms = torch.linalg.matrix_norm(g) * torch.linalg.matrix_norm(h)
-        floor = 10 * max(self.n, self.m) * torch.finfo(x.dtype).eps * norms
-        return self.frame(x).spectrum.select(-1, -1) <= floor
+        # The frame of such an element is NaN, and so is that of one which is not finite itself.
+        return x.isfinite().all(dim=(-2, -1)) & ~(self.frame(x).spectrum.select(-1, -1) > 0)
 
     def random_element(
         self,
@@ -165,9 +166,13 @@ class FixedRank(QuotientManifold):
         if not condition >= 1:
             raise ValueError(f"expected a condition number of at least 1, got {condition!r}")
         where: dict[str, Any] = {"dtype": dtype, "device": None if generator is None else generator.device}
-        left, right = (torch.randn(*size, size[-1], generator=generator, **where) for _ in range(2))
+        gaussians = [torch.randn(*size, size[-1], generator=generator, **where) for _ in range(2)]
+        # The sign of R's diagonal makes Q uniform on O(r); LAPACK's own choice fixes the determinant.
+        left, right = (
+            q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2) for q, r in map(torch.linalg.qr, gaussians)
+        )
         exponents = torch.linspace(-0.5, 0.5, size[-1], **where) if size[-1] > 1 else torch.zeros(1, **where)
-        return (torch.linalg.qr(left)[0] * condition**exponents) @ torch.linalg.qr(right)[0]
+        return (left * condition**exponents) @ right
 
 
 class InvariantFixedRank(FixedRank):
@@ -176,9 +181,9 @@ class InvariantFixedRank(FixedRank):
     .. math:: \langle u, v \rangle_{(G, H)} = \operatorname{tr}((G^\top G)^{-1} u_G^\top v_G)
               + \operatorname{tr}((H^\top H)^{-1} u_H^\top v_H)
 
-    The ``inv`` metric of the geodesic-sharpness paper, Manopt's ``fixedrankfactory_2factors``. Complete: geodesics exist
-    for all times. Invariant under :math:`X \mapsto c X`. With :math:`X = U \operatorname{diag}(s) V^\top`, a tangent
-    :math:`U M V^\top + U_p V^\top + U V_p^\top` has squared norm
+    The ``inv`` metric of the geodesic-sharpness paper, Manopt's ``fixedrankfactory_2factors``. Complete: geodesics
+    exist for all times. Invariant under :math:`X \mapsto c X`. With :math:`X = U \operatorname{diag}(s) V^\top`, a
+    tangent :math:`U M V^\top + U_p V^\top + U V_p^\top` has squared norm
     :math:`\sum M_{ij}^2 / (s_i^2 + s_j^2) + \sum (|U_{p,j}|^2 + |V_{p,j}|^2) / s_j^2`.
 
     Every method builds the frame of ``x``: 3 to 7 times the cost of the products it needs. Loops that stay at one point
@@ -221,7 +226,10 @@ class InvariantFixedRank(FixedRank):
 
     @override
     def egrad2rgrad(self, x: Tensor, u: Tensor) -> Tensor:
-        r"""Horizontal part of :math:`(e_G\, G^\top G,\; e_H\, H^\top H)` for the Euclidean gradient ``u = (e_G, e_H)``."""
+        r"""Horizontal part of :math:`(e_G\, G^\top G,\; e_H\, H^\top H)`.
+
+        The Euclidean gradient is ``u = (e_G, e_H)``.
+        """
         space = self._at(x)
         return space.vector(space.gradient(space.pull_gradient(u))).to(x.dtype)
 

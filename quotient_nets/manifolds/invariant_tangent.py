@@ -86,14 +86,14 @@ class InvariantTangentSpace(TangentSpace):
         # z is the transpose of zeta: the vertical part of c is (-g zeta, h s zeta^T s^{-1})
         k = inverse_action(gram(self.h, ch), self.defect_h)
         rhs = t * k - inverse_action(gram(self.g, cg), self.defect_g).mT
-        if self.defect_g is None:
-            z = rhs / scale
-        else:
-            z = solve_by_correction(self._vertical_gram, scale, rhs, CORRECTIONS)
+        exact = self.defect_g is None
+        z = rhs / scale if exact else solve_by_correction(self._vertical_gram, scale, rhs, CORRECTIONS)
         return _stack(cg + times(self.g, z.mT), ch - times(self.h, t * z))
 
     def _vertical_gram(self, z: Tensor) -> Tensor:
         """Left side of the equation that a vertical part obeys; ``(1 + t^2) z`` where both defects vanish."""
+        assert self.defect_g is not None
+        assert self.defect_h is not None
         left = inverse_action((z - times(z, self.defect_g)).mT, self.defect_g).mT
         tz = self.ratio * z
         right = inverse_action(tz - times(self.defect_h, tz), self.defect_h)
@@ -101,7 +101,7 @@ class InvariantTangentSpace(TangentSpace):
 
     @override
     def gradient(self, e: Tensor) -> Tensor:
-        if self.defect_g is not None:
+        if self.defect_g is not None and self.defect_h is not None:
             eg, eh = self._split(e)
             e = _stack(eg - times(eg, self.defect_g), eh - times(eh, self.defect_h))
         return self.project(e)
@@ -157,7 +157,11 @@ def _carry(factor: Tensor, basis: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _step(path: str, g: Tensor, c: Tensor, defect: Tensor | None, push: Tensor, radius: float | None) -> Tensor:
-    """Displacement of one factor: ``(c + g m1 + c m2) push`` with the coefficients of the path."""
+    """Displacement of one factor: ``(c + g m1 + c m2) push`` with the coefficients of the path.
+
+    Raises:
+        ValueError: There is no path of this name.
+    """
     a = gram(g, c)
     b = gram(c, c)
     if defect is None:

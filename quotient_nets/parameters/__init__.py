@@ -1,9 +1,10 @@
 """Parameters of a model as one point of one manifold."""
 
+from quotient_nets.parameters.blocks import Block
 from quotient_nets.parameters.invariance import InvarianceReport
 from quotient_nets.parameters.layout import Component, Entry, Heads, Layout
-from quotient_nets.parameters.manifold import Block, ParameterManifold
-from quotient_nets.parameters.stand_in import StandIn, untouched
+from quotient_nets.parameters.manifold import ParameterManifold
+from quotient_nets.parameters.substitution import at_parameters, untouched
 from quotient_nets.parameters.views import Pair, Translation, View
 
 __all__ = [
@@ -15,8 +16,8 @@ __all__ = [
     "Layout",
     "Pair",
     "ParameterManifold",
-    "StandIn",
     "Translation",
     "View",
+    "at_parameters",
     "untouched",
 ]

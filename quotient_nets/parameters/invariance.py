@@ -5,15 +5,17 @@ A wrong split of a fused weight has the right shapes and no other symptom: rando
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from quotient_nets.parameters.stand_in import StandIn, untouched
+from quotient_nets.parameters.batches import map_tensors
+from quotient_nets.parameters.substitution import at_parameters, untouched
 
 if TYPE_CHECKING:
     from quotient_nets.parameters.manifold import ParameterManifold
@@ -29,7 +31,8 @@ class InvarianceReport:
 
     Attributes:
         change: Change of the output when all blocks are moved along their orbits.
-        controls: Kind of block -> change when only one of its two factors is moved, which must not leave the output alone.
+        controls: Kind of block -> change when only one of its two factors is moved, which must not leave the output
+            alone.
         tolerance: Largest change that passes.
         dtype: Precision of the check.
         unverified: Kinds whose control did not move the output, so that the check says nothing about them.
@@ -43,11 +46,7 @@ class InvarianceReport:
 
 
 def check_invariance(
-    space: ParameterManifold,
-    model: nn.Module,
-    forward: Callable[[StandIn, Any, Any], Any],
-    args: Any,
-    kwargs: Any,
+    space: ParameterManifold, model: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> InvarianceReport:
     """Apply random group elements of condition 10 to every block and compare outputs.
 
@@ -56,37 +55,38 @@ def check_invariance(
     Args:
         space: Parameter manifold.
         model: Its model, left untouched.
-        forward: Output from a stand-in of the model and the inputs.
-        args: First argument for ``forward`` beside the stand-in; tensors in it are cast.
-        kwargs: Second argument.
+        function: ``function(model, *args, **kwargs)`` -> what must not change: tensors in any structure.
+        args: Inputs, in any structure; floating tensors in them are cast.
+        kwargs: Inputs by name.
 
     Raises:
         ValueError: The output changes; the message names the modules whose blocks change it.
+        RuntimeError: The model fails on these inputs, for another reason than a kernel that lacks a precision.
     """
     try:
-        return _check(space, model, forward, args, kwargs, torch.float64)
+        return _check(space, model, function, args, kwargs, torch.float64)
     except (RuntimeError, NotImplementedError) as error:
         if not any(word in str(error) for word in ("ouble", "loat", "dtype", "implemented")):
             raise
-        return _check(space, model, forward, args, kwargs, torch.float32)
+        return _check(space, model, function, args, kwargs, torch.float32)
 
 
 def _check(
-    space: ParameterManifold, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, dtype: torch.dtype
+    space: ParameterManifold, model: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any, dtype: torch.dtype
 ) -> InvarianceReport:
     tolerance = TOLERANCE[dtype]
 
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    inputs = tree_map(cast, (args, kwargs))
+    args, kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
     fixed = {name: cast(p.detach()) for name, p in model.named_parameters() if name not in space.layout.entries}
 
     def output(x: Tensor) -> Tensor:
         buffers = {name: cast(buffer.clone()) for name, buffer in model.named_buffers()}
-        stand_in = StandIn(model, fixed | space.unpack(x, dtype=dtype), buffers)
-        leaves = tree_leaves(forward(stand_in, *inputs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        values = fixed | space.unpack(x, dtype=dtype)
+        outputs = tree_leaves(at_parameters(model, values, function, *args, buffers=buffers, **kwargs))
+        tensors = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if not tensors:
             raise ValueError("expected the model to return floating-point tensors; the check has nothing to compare")
         return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
@@ -94,24 +94,26 @@ def _check(
     with untouched(model), torch.no_grad():
         x = space.pack(model).to(dtype)
         base = output(x)
-        scale = base.abs().max().clamp_min(1e-12)
 
         def change(y: Tensor) -> float:
-            return float((output(y) - base).abs().max() / scale)
+            return float((output(y) - base).abs().max())
 
-        moved = change(space.random_action(x, condition=CONDITION))
         kinds = tuple(dict.fromkeys(block.kind for block in space.blocks if block.quotient))
+        controls = {kind: change(_one_sided(space, x, kind)) for kind in kinds}
+        # Of the outputs or of what a broken symmetry does to them: a loss that cancels to zero has no size of its own.
+        size = max([float(base.abs().max()), 1e-12, *(value for value in controls.values() if math.isfinite(value))])
+        moved = change(space.random_action(x, condition=CONDITION)) / size
         if not moved <= tolerance:
-            guilty = [kind for kind in kinds if not change(space.random_action(x, kinds=[kind])) <= tolerance]
+            guilty = [kind for kind in kinds if not change(space.random_action(x, kinds=[kind])) <= tolerance * size]
             modules = {r.pair.module for b in space.blocks if b.kind in guilty for r in b.component.heads}
             raise ValueError(
-                f"expected the symmetries of the blocks to leave the output unchanged; it changes by {moved:.2g} of its "
-                f"size (tolerance {tolerance:g}, {dtype}) through {', '.join(guilty) or 'all blocks together'} of "
+                f"expected the symmetries of the blocks to leave the output unchanged; it changes by {moved:.2g} of "
+                f"its size (tolerance {tolerance:g}, {dtype}) through {', '.join(guilty) or 'all blocks together'} of "
                 f"{', '.join(sorted(modules))}. The declared layout does not fit this model: exclude these modules or "
                 "report the architecture."
             )
-        controls = {kind: change(_one_sided(space, x, kind)) for kind in kinds}
-    unverified = tuple(kind for kind, moved_by in controls.items() if not moved_by >= CONTROL * tolerance)
+    controls = {kind: value / size for kind, value in controls.items()}
+    unverified = tuple(kind for kind, value in controls.items() if not value >= CONTROL * tolerance)
     return InvarianceReport(moved, controls, tolerance, dtype, unverified)
 
 

@@ -1,9 +1,9 @@
 r"""A flat vector of parameters, and its entries in the order of blocks.
 
 The flat vector holds the parameters in their stored layout, one after the other, as
-``torch.nn.utils.parameters_to_vector`` does. Geometry wants the same numbers as one batched point for each block and one
-vector for the rest. Going from one to the other is a permutation; it is carried out by strided copies, each entry read
-and written once, and is its own kind of derivative.
+``torch.nn.utils.parameters_to_vector`` does. Geometry wants the same numbers as one batched point for each block and
+one vector for the rest. Going from one to the other is a permutation; it is carried out by strided copies, each entry
+read and written once, and is its own kind of derivative.
 
 Knows parameter names, shapes and views, no module class and no manifold.
 """
@@ -11,7 +11,7 @@ Knows parameter names, shapes and views, no module class and no manifold.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class Entry:
 
     def read(self, flat: Tensor) -> Tensor:
         """The parameter inside ``flat``, as a view ``(..., *shape)``."""
-        return flat.narrow(-1, self.offset, self.size).view(*flat.shape[:-1], *self.shape)
+        return flat.narrow(-1, self.offset, self.size).view((*flat.shape[:-1], *self.shape))
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,11 @@ class Heads:
     pair: Pair
     first: int
     count: int
+
+    @property
+    def numbers(self) -> range:
+        """Numbers of the heads."""
+        return range(self.first, self.first + self.count)
 
 
 @dataclass(frozen=True)
@@ -82,24 +87,30 @@ class Layout:
         self.size = sum(entry.size for entry in entries)
         self.components = tuple(components)
         self.loose = tuple(loose)
-        viewed = {v.parameter for c in components for run in c.heads for v in run.pair.views}
+        inside = [(view, run) for c in components for run in c.heads for view in run.pair.views]
+        viewed = {view.parameter for view, _ in inside}
         self.whole = tuple(entry for entry in entries if entry.name not in viewed)
-        self._loose_views = tuple((view, run) for run in loose for view in run.pair.views if view.parameter in viewed)
-        self._check_cover(viewed)
+        taken = {(view, head) for view, run in inside for head in run.numbers}
+        self._loose_views = tuple(_untaken(loose, viewed, taken))
+        self._check_cover(inside)
         self.rest_size = self.size - sum(math.prod(component.shape) for component in components)
 
-    def _check_cover(self, viewed: set[str]) -> None:
-        covered = dict.fromkeys(viewed, 0)
-        runs = [(v, run) for c in self.components for run in c.heads for v in run.pair.views]
-        for view, run in [*runs, *self._loose_views]:
+    def _check_cover(self, inside: Sequence[tuple[View, Heads]]) -> None:
+        covered: dict[str, int] = {}
+        for view, run in [*inside, *self._loose_views]:
             entry = self.entries[view.parameter]
-            covered[view.parameter] += entry.size // (view.heads * view.parts) * run.count
+            count = entry.size // (view.heads * view.parts) * run.count
+            covered[view.parameter] = covered.get(view.parameter, 0) + count
         for name, count in covered.items():
             if count != self.entries[name].size:
                 raise ValueError(
                     f"expected the views of {name} to cover its {self.entries[name].size} entries once, they cover "
                     f"{count}. The architecture's declaration misses or repeats a part."
                 )
+
+    def read(self, flat: Tensor, view: View) -> Tensor:
+        """A view of one of the parameters inside ``flat``, ``(..., head, group, row, rank)``; shares its memory."""
+        return view.strided(self.entries[view.parameter].read(flat))
 
     def gather(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Blocks ``(..., heads, n + m, rank)`` and, last, the rest ``(..., size)``, as copies; differentiable."""
@@ -128,7 +139,7 @@ class Layout:
             (block if gather else stored).copy_(stored if gather else block)
 
         def stored_view(view: View, run: Heads) -> Tensor:
-            return view.strided(self.entries[view.parameter].read(flat)).narrow(-4, run.first, run.count)
+            return self.read(flat, view).narrow(-4, run.first, run.count)
 
         for component, part in zip(self.components, parts, strict=False):
             head = 0
@@ -149,6 +160,19 @@ class Layout:
             count = math.prod(stored.shape[-4:])
             move(stored, rest.narrow(-1, at, count).unflatten(-1, stored.shape[-4:]))
             at += count
+
+
+def _untaken(loose: Sequence[Heads], viewed: set[str], taken: set[tuple[View, int]]) -> Iterator[tuple[View, Heads]]:
+    """Loose views of parameters that have entries in blocks, head by head, each once; tied ones are taken already."""
+    seen = set(taken)
+    for run in loose:
+        for view in run.pair.views:
+            if view.parameter not in viewed:
+                continue
+            for head in run.numbers:
+                if (view, head) not in seen:
+                    seen.add((view, head))
+                    yield view, Heads(run.pair, head, 1)
 
 
 class _Gather(torch.autograd.Function):

@@ -10,65 +10,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import geoopt
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from quotient_nets.manifolds import FixedRank, InvariantFixedRank, QuotientManifold
+from quotient_nets.manifolds import FixedRank, InvariantFixedRank
+from quotient_nets.parameters.blocks import Block
 from quotient_nets.parameters.invariance import InvarianceReport, check_invariance
-from quotient_nets.parameters.layout import Component, Entry, Heads, Layout
-from quotient_nets.parameters.stand_in import StandIn
+from quotient_nets.parameters.layout import Entry, Heads, Layout
+from quotient_nets.parameters.substitution import at_parameters
+from quotient_nets.parameters.symmetry import canonicalize, held, random_action, translations_of
 from quotient_nets.parameters.tangent import ParameterTangentSpace
-from quotient_nets.parameters.views import Pair, Translation, View
-from quotient_nets.tangent_space import TangentSpace, tangent_space
-
-
-@dataclass(frozen=True)
-class Block:
-    """Heads of one shape across layers: one batched point ``(heads, n + m, rank)`` of one manifold.
-
-    Attributes:
-        kind: ``"query_key"`` or ``"value_output"``.
-        manifold: Manifold of the block; a quotient, unless the symmetry is not divided out.
-        component: Which heads of which modules it stacks.
-        weight: Its factor in the squared norm.
-    """
-
-    kind: str
-    manifold: geoopt.Manifold
-    component: Component
-    weight: float = 1.0
-
-    @property
-    def quotient(self) -> bool:
-        """Whether a symmetry is divided out."""
-        return isinstance(self.manifold, QuotientManifold)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Heads, rows, rank."""
-        return self.component.shape
-
-    @property
-    def dimensions_removed(self) -> int:
-        """Dimension of the group, summed over heads, exact bias translations included."""
-        if not self.quotient:
-            return 0
-        shifts = sum(run.count for run in self.component.heads if run.pair.translation is not None)
-        heads, _, rank = self.shape
-        return heads * rank**2 + shifts * rank
-
-    def head_name(self, index: int) -> str:
-        """Module and head number of one element of the batch."""
-        for run in self.component.heads:
-            if index < run.count:
-                return f"{run.pair.module}, head {run.first + index} ({self.kind})"
-            index -= run.count
-        raise IndexError(index)
+from quotient_nets.parameters.views import Pair, Translation
+from quotient_nets.tangent_space import Checked, TangentSpace, check_point, tangent_space
 
 
 class ParameterManifold(geoopt.Manifold):
@@ -133,16 +90,10 @@ class ParameterManifold(geoopt.Manifold):
             ValueError: A parameter is missing, has another shape, or is NaN or infinite; a head of a quotient block is
                 rank deficient. The message names the parameter, or the module and the head.
         """
-        named = dict(model.named_parameters()) if isinstance(model, nn.Module) else model
+        named = self._matching(model)
         parts = []
         for entry in self.entries:
-            tensor = named.get(entry.name)
-            if tensor is None or tensor.shape != entry.shape:
-                got = "no such parameter" if tensor is None else f"shape {tuple(tensor.shape)}"
-                raise ValueError(
-                    f"expected parameter {entry.name} of shape {tuple(entry.shape)}, got {got}. Build the manifold from "
-                    "a model of this architecture with `parameter_manifold(model)`."
-                )
+            tensor = named[entry.name]
             if not bool(tensor.isfinite().all()):
                 raise ValueError(
                     f"expected finite weights, parameter {entry.name} holds NaN or Inf. Repair the checkpoint."
@@ -154,18 +105,50 @@ class ParameterManifold(geoopt.Manifold):
             raise ValueError(reason)
         return x
 
+    def _matching(self, model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Parameters by name, of the shapes that this manifold has.
+
+        Raises:
+            ValueError: A parameter is missing or has another shape.
+        """
+        named = dict(model.named_parameters()) if isinstance(model, nn.Module) else model
+        for entry in self.entries:
+            tensor = named.get(entry.name)
+            if tensor is None or tensor.shape != entry.shape:
+                got = "no such parameter" if tensor is None else f"shape {tuple(tensor.shape)}"
+                raise ValueError(
+                    f"expected parameter {entry.name} of shape {tuple(entry.shape)}, got {got}. Build the manifold "
+                    "from a model of this architecture with `parameter_manifold(model)`."
+                )
+        return named
+
+    def check_point_of(self, model: nn.Module, x: Tensor) -> Tensor:
+        """``x``, detached, if it is one point of this manifold and the manifold belongs to ``model``.
+
+        Raises:
+            ValueError: It is not; the message says why.
+        """
+        self._matching(model)
+        ok, reason = check_point(self, x)
+        if not ok or x.dim() != 1:
+            raise ValueError(
+                f"expected one point of the parameter manifold, shape ({self.layout.size},): "
+                f"{reason or f'got a batch of shape {tuple(x.shape)}'}"
+            )
+        return x.detach()
+
     def unpack(self, x: Tensor, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Parameters by name, each in its own dtype or in ``dtype``: views of ``x`` where that is the point's."""
-        self._assert_check_shape(x.shape, "x")
+        self._assert_check_shape(x.shape, "x")  # pyright: ignore[reportArgumentType]  # geoopt: Tuple[int]
         pieces = x.split([entry.size for entry in self.entries], dim=-1)
         return {
-            entry.name: piece.reshape(*x.shape[:-1], *entry.shape).to(dtype or entry.dtype)
+            entry.name: piece.reshape((*x.shape[:-1], *entry.shape)).to(dtype or entry.dtype)
             for entry, piece in zip(self.entries, pieces, strict=True)
         }
 
     def call(self, model: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass at ``x``; the model itself, its buffers included, stays as it is."""
-        return StandIn(model, self.unpack(x))(*args, **kwargs)
+        return at_parameters(model, self.unpack(x), _forward, *args, **kwargs)
 
     def check(self, model: nn.Module, *args: Any, **kwargs: Any) -> InvarianceReport:
         """Prove on these inputs that the groups of the blocks leave the model's output unchanged.
@@ -173,7 +156,7 @@ class ParameterManifold(geoopt.Manifold):
         Raises:
             ValueError: They do not; the message names the blocks.
         """
-        return check_invariance(self, model, lambda stand_in, a, k: stand_in(*a, **k), args, kwargs)
+        return check_invariance(self, model, _forward, *args, **kwargs)
 
     # -- symmetries -----------------------------------------------------------------------------------------------
 
@@ -198,34 +181,23 @@ class ParameterManifold(geoopt.Manifold):
         Raises:
             ValueError: ``condition`` is less than 1.
         """
-        generator = torch.Generator().manual_seed(0) if generator is None else generator
-        *blocks, rest = self.layout.gather(x.detach().double())
-        for i, block in enumerate(self.blocks):
-            if isinstance(block.manifold, FixedRank) and (kinds is None or block.kind in kinds):
-                shape = blocks[i].shape
-                a = block.manifold.random_element(*shape[:-2], shape[-1], condition=condition, generator=generator)
-                blocks[i] = block.manifold.action(blocks[i], a.to(x.device))
-        y = self.layout.scatter([*blocks, rest])
-        for pair, shift in self.translations(kinds) if translations else ():
-            weight = self._read(y, pair.weight_beside(shift.bias))
-            noise = torch.randn(self._read(y, shift.bias).shape, generator=generator, dtype=y.dtype)
-            self._shift(y, shift, noise.to(y.device) * weight.std())
-        return y.to(x.dtype)
+        return random_action(
+            self.layout,
+            self.blocks,
+            x,
+            condition=condition,
+            translations=translations,
+            generator=generator,
+            kinds=kinds,
+        )
 
     def canonicalize(self, x: Tensor, *, translations: bool = True) -> Tensor:
         """The canonical point of the orbit of ``x``, detached.
 
-        Exact bias translations set key and value biases to zero, the latter by folding them into the output bias, unless
-        ``translations`` is False; then every quotient block is balanced, ``G^T G = H^T H = diag(s)``.
+        Exact bias translations set key and value biases to zero, the latter by folding them into the output bias,
+        unless ``translations`` is False; then every quotient block is balanced, ``G^T G = H^T H = diag(s)``.
         """
-        y = x.detach().double().clone()
-        for _, shift in self.translations() if translations else ():
-            self._shift(y, shift, -self._read(y, shift.bias))
-        *blocks, rest = self.layout.gather(y)
-        for i, block in enumerate(self.blocks):
-            if isinstance(block.manifold, FixedRank):
-                blocks[i] = block.manifold.canonicalize(blocks[i])[0]
-        return self.layout.scatter([*blocks, rest]).to(x.dtype)
+        return canonicalize(self.layout, self.blocks, x, translations=translations)
 
     def section(self) -> ParameterManifold:
         """The same manifold with the biases that :meth:`canonicalize` makes zero held at zero."""
@@ -235,20 +207,7 @@ class ParameterManifold(geoopt.Manifold):
 
     def translations(self, kinds: Iterable[str] | None = None) -> list[tuple[Pair, Translation]]:
         """Exact bias translations of the quotient blocks, with the pairs they belong to."""
-        chosen = None if kinds is None else set(kinds)
-        blocks = [b for b in self.blocks if b.quotient and (chosen is None or b.kind in chosen)]
-        pairs = dict.fromkeys(run.pair for block in blocks for run in block.component.heads)
-        return [(pair, pair.translation) for pair in pairs if pair.translation is not None]
-
-    def _read(self, x: Tensor, view: View) -> Tensor:
-        return view.strided(self.layout.entries[view.parameter].read(x))
-
-    def _shift(self, x: Tensor, shift: Translation, amount: Tensor) -> None:
-        """Add ``amount`` to a bias inside ``x``, which is overwritten, and compensate where that is needed."""
-        self._read(x, shift.bias).add_(amount)
-        if shift.output is not None and shift.output_bias is not None:
-            moved = (self._read(x, shift.output) * amount).sum(dim=(-4, -3, -1))
-            self.layout.entries[shift.output_bias].read(x).sub_(moved)
+        return translations_of(self.blocks, kinds)
 
     # -- geometry -------------------------------------------------------------------------------------------------
 
@@ -258,8 +217,10 @@ class ParameterManifold(geoopt.Manifold):
         *blocks, rest = self.layout.gather(x)
         spaces: list[TangentSpace] = []
         for block, part in zip(self.blocks, blocks, strict=True):
-            quick = balanced and isinstance(block.manifold, InvariantFixedRank)
-            spaces.append(block.manifold.at(part, balanced=True) if quick else tangent_space(block.manifold, part))
+            if balanced and isinstance(block.manifold, InvariantFixedRank):
+                spaces.append(block.manifold.at(part, balanced=True))
+            else:
+                spaces.append(tangent_space(block.manifold, part))
         spaces.append(tangent_space(self.rest, rest))
         return ParameterTangentSpace(
             x,
@@ -267,24 +228,8 @@ class ParameterManifold(geoopt.Manifold):
             spaces,
             [block.quotient for block in self.blocks] + [False],
             [block.weight for block in self.blocks] + [self.rest_weight],
-            [self._held_rows(block, x) for block in self.blocks] + [None],
+            held(self.layout, self.blocks, x) if self.holds_translations else [None] * len(spaces),
         )
-
-    def _held_rows(self, block: Block, x: Tensor) -> Tensor | None:
-        if not (self.holds_translations and block.quotient):
-            return None
-        mask = torch.ones(*block.shape[:2], 1, dtype=x.dtype, device=x.device)
-        head, held = 0, False
-        for run in block.component.heads:
-            row = 0
-            for view in run.pair.views:
-                count = self._read(x, view).shape[-3:-1].numel()
-                if run.pair.translation is not None and view == run.pair.translation.bias:
-                    mask.narrow(0, head, run.count).narrow(1, row, count).zero_()
-                    held = True
-                row += count
-            head += run.count
-        return mask if held else None
 
     def _move(self, x: Tensor, u: Tensor, path: str) -> Tensor:
         space = self.at(x)
@@ -342,7 +287,7 @@ class ParameterManifold(geoopt.Manifold):
 
     @override
     def _check_shape(self, shape: tuple[int, ...], name: str) -> tuple[bool, str | None]:
-        ok, reason = super()._check_shape(shape, name)
+        ok, reason = cast("Checked", super()._check_shape(cast("Any", shape), name))
         if ok and shape[-1] != self.layout.size:
             return False, (
                 f"`{name}` must have shape (..., {self.layout.size}), the number of parameters; got {tuple(shape)}. "
@@ -354,17 +299,16 @@ class ParameterManifold(geoopt.Manifold):
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         if not bool(x.isfinite().all()):
             return False, "expected finite parameters, got NaN or Inf"
+        names = []
         for block, part in zip(self.blocks, self.layout.gather(x.detach()), strict=False):
             if isinstance(block.manifold, FixedRank):
-                deficient = (
-                    block.manifold.deficient(part).reshape(-1, block.shape[0]).any(0).nonzero().flatten().tolist()
-                )
-                if deficient:
-                    return False, (
-                        f"expected heads of full rank {block.shape[2]}; rank deficient: "
-                        f"{'; '.join(block.head_name(i) for i in deficient)}. Build the manifold with "
-                        "`parameter_manifold(model, degenerate='rest')`, which moves exactly these heads to the rest."
-                    )
+                deficient = block.manifold.deficient(part).reshape(-1, block.shape[0]).any(0)
+                names += [block.head_name(i) for i in deficient.nonzero().flatten().tolist()]
+        if names:
+            return False, (
+                f"expected heads of full rank; rank deficient: {'; '.join(names)}. Build the manifold with "
+                "`parameter_manifold(model, degenerate='rest')`, which moves exactly these heads to the rest."
+            )
         return True, None
 
     @override
@@ -376,7 +320,9 @@ class ParameterManifold(geoopt.Manifold):
         residual = space.norm(c - space.project(c))
         if bool((residual <= atol + rtol * space.norm(c)).all()):
             return True, None
-        return (
-            False,
-            f"expected horizontal vectors; vertical part of norm {float(residual.max()):.3g}. Use `proju(x, u)`.",
-        )
+        worst = float(residual.max())
+        return False, f"expected horizontal vectors; vertical part of norm {worst:.3g}. Use `proju(x, u)`."
+
+
+def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)

@@ -1,7 +1,7 @@
 r"""Tangent space of a parameter manifold: the product of the blocks' tangent spaces and that of the rest.
 
-Coordinates are one flat vector in block order, in which the metric is the sum over components; the geometry of a step is
-then a few products for each block, and one permutation where a point leaves for the model.
+Coordinates are one flat vector in block order, in which the metric is the sum over components; the geometry of a step
+is then a few products for each block, and one permutation where a point leaves for the model.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class ParameterTangentSpace(TangentSpace):
         self.orthonormal = all(space.orthonormal for space in spaces)
 
     def _join(self, parts: Sequence[Tensor]) -> Tensor:
-        lead = len(self.batch)
-        return torch.cat([part.flatten(lead) for part in parts], dim=-1)
+        flat = [part.flatten(-3) for part in parts[:-1]]  # heads, rows, rank
+        return torch.cat([*flat, parts[-1]], dim=-1)
 
     def _hold(self, part: Tensor, mask: Tensor | None) -> Tensor:
         return part if mask is None else part * mask
@@ -73,10 +73,9 @@ class ParameterTangentSpace(TangentSpace):
     def inner(self, c: Tensor, d: Tensor) -> Tensor:
         if self.orthonormal:
             return super().inner(c, d)
-        total, lead = torch.zeros((), dtype=c.dtype, device=c.device), len(self.batch)
-        for space, left, right in zip(self.spaces, self.layout.parts(c), self.layout.parts(d), strict=True):
-            total = total + space.inner(left, right).flatten(lead).sum(-1, keepdim=True)
-        return total
+        pairs = zip(self.spaces, self.layout.parts(c), self.layout.parts(d), strict=True)
+        *blocks, rest = [space.inner(left, right) for space, left, right in pairs]
+        return sum((block.flatten(-3).sum(-1, keepdim=True) for block in blocks), start=rest)
 
     @override
     def project(self, c: Tensor) -> Tensor:

@@ -2,7 +2,8 @@ r"""Where the rows of a factor lie in the stored parameters of a model.
 
 A :class:`View` is a strided view of one parameter as ``(head, group, row, rank)``: ``rank`` is the axis on which the
 symmetry group acts, ``row`` the other axis of the weight (length 1 for a bias), ``group`` the query heads that share a
-key and value head. A :class:`Pair` says which views, stacked by rows, are the two factors of one attention layer's heads.
+key and value head. A :class:`Pair` says which views, stacked by rows, are the two factors of the heads of one attention
+layer.
 
 Knows parameter names and shapes, no module class.
 """

@@ -41,7 +41,7 @@ class AscentState:
         checkpoint_step: Step size at the last checkpoint.
         checkpoint_value: Best loss at the last checkpoint.
         rejected: Steps that left the domain of the path.
-        invalid: Whether the loss was NaN or infinite at a valid point.
+        invalid: Whether the loss or its gradient was NaN or infinite at a valid point.
     """
 
     c: Tensor
@@ -82,8 +82,8 @@ def _shrink(norm: Tensor, rho: float) -> Tensor:
 def choose(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """``torch.where`` that copies nothing where one bool on the host decides for the whole tensor.
 
-    Vectors of a single point are as long as a model; reading the bool costs nothing on the CPU, and on a device the copy
-    is cheaper than the wait.
+    Vectors of a single point are as long as a model; reading the bool costs nothing on the CPU, and on a device the
+    copy is cheaper than the wait.
     """
     if condition.numel() == 1 and condition.device.type == "cpu":
         return a if bool(condition) else b
@@ -97,9 +97,8 @@ def evaluate_along(
     with torch.set_grad_enabled(differentiate):
         c = c.detach().requires_grad_(differentiate)
         y = space.move(c, path, rho)
-    # A dot product sees every NaN and Inf in one pass that allocates nothing.
-    flat = y.detach().flatten(len(space.batch))
-    exists = torch.linalg.vecdot(flat, flat).isfinite()
+    # A sum sees every NaN and Inf in one pass that allocates nothing.
+    exists = y.detach().reshape(*space.batch, -1).sum(-1).isfinite()
     exists = exists.reshape(exists.shape + (1,) * (y.dim() - exists.dim()))
     value, slope = evaluate(choose(exists, y.detach(), space.x), differentiate)
     ones = (1,) * space.ndim
@@ -167,7 +166,7 @@ def ascent_step(
         step=torch.where(exists, state.step, state.step / 2),
         improvements=state.improvements + (exists & (value > state.value)),
         rejected=state.rejected + ~exists,
-        invalid=state.invalid | (exists & ~value.isfinite()),
+        invalid=state.invalid | (exists & ~value.isfinite()) | ~norm.isfinite(),
     )
     return state if interval is None else _reconsider(state, interval)
 

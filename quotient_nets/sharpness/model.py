@@ -10,15 +10,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from typing_extensions import Unpack
 
 from quotient_nets.architectures import parameter_manifold
-from quotient_nets.parameters import ParameterManifold, StandIn, untouched
+from quotient_nets.parameters import ParameterManifold, at_parameters, untouched
+from quotient_nets.parameters.batches import leaves
 from quotient_nets.parameters.invariance import check_invariance
 from quotient_nets.parameters.tangent import MODEL_PATHS
 from quotient_nets.sharpness.ascent import Evaluate
@@ -27,12 +28,32 @@ from quotient_nets.sharpness.worst_case import ascend, check_settings
 
 Batch = TypeVar("Batch")
 PATHS = (*MODEL_PATHS, "expmap", "retr")
+SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 DETERMINISM = 1e-5  # relative difference of two evaluations at one point that float32 kernels may show
+
+
+class _Settings(TypedDict, total=False):
+    """Optional arguments of :func:`model_sharpness`, for its overloads."""
+
+    steps: int
+    restarts: int
+    space: ParameterManifold | None
+    x: Tensor | None
+    path: str
+    translations: bool
+    check: bool
+    seed: int
+    progress: Callable[[int, int], None] | None
 
 
 @overload
 def model_sharpness(
-    model: nn.Module, loss: Callable[[Any, Batch], Tensor], batches: Iterable[Batch], *, rho: float, **settings: Any
+    model: nn.Module,
+    loss: Callable[[Any, Batch], Tensor],
+    batches: Iterable[Batch],
+    *,
+    rho: float,
+    **settings: Unpack[_Settings],
 ) -> ModelSharpness: ...
 @overload
 def model_sharpness(
@@ -41,7 +62,7 @@ def model_sharpness(
     batches: Iterable[Batch],
     *,
     rho: Sequence[float],
-    **settings: Any,
+    **settings: Unpack[_Settings],
 ) -> tuple[ModelSharpness, ...]: ...
 def model_sharpness(
     model: nn.Module,
@@ -61,16 +82,17 @@ def model_sharpness(
 ) -> ModelSharpness | tuple[ModelSharpness, ...]:
     """Worst-case sharpness of a model: the mean over batches of the largest increase of each batch's loss.
 
-    With the default ``space`` this is geodesic sharpness: GL(h) of every head's query and key and of its value and output
-    is divided out, exact bias translations too, and all other parameters have the adaptive metric. With
+    With the default ``space`` this is geodesic sharpness: GL(h) of every head's query and key and of its value and
+    output is divided out, exact bias translations too, and all other parameters have the adaptive metric. With
     ``space=parameter_manifold(model, attention=AdaptiveEuclidean)`` it is adaptive sharpness.
 
     Args:
-        model: Any module. It is evaluated in evaluation mode and left bit for bit as it was: parameters, buffers, modes,
-            hooks, random state.
-        loss: ``loss(stand_in, batch)`` -> scalar; ``stand_in`` is called like the model. Mean over the batch.
-        batches: Batches of any structure; each is used once, and the maximum is taken for each on its own, so their size is
-            part of the definition. Sizes are read off the first axis of a batch's first tensor.
+        model: Any module. It is evaluated in evaluation mode and left bit for bit as it was: parameters, buffers,
+            modes, hooks, random state.
+        loss: ``loss(model, batch)`` -> scalar, the mean over the batch. It is handed the model itself, whose parameters
+            have other values for the time of the call.
+        batches: Batches of any structure; each is used once, and the maximum is taken for each on its own, so their
+            size is part of the definition. Sizes are read off the first axis of a batch's first tensor.
         rho: Radius of the ball, in units of the metric; a sequence gives one result for each, over the same batches.
         steps: Forward and backward passes for each batch and start.
         restarts: Number of starts; the first at zero.
@@ -78,8 +100,8 @@ def model_sharpness(
         x: Point at which to measure, from ``space``; the model's own parameters by default.
         path: ``"exact"`` (geodesic of every quotient block, straight line on the rest), ``"second_order"`` (its Taylor
             polynomial, the paper's definition), ``"expmap"`` (geodesic of the rest too) or ``"retr"`` (straight line).
-        translations: Measure where exact translations have set key and value biases to zero, and hold them there. False is
-            the paper's definition.
+        translations: Measure where exact translations have set key and value biases to zero, and hold them there.
+            False is the paper's definition.
         check: Prove on the loss of the first batch that the symmetries are exact before measuring.
         seed: Of the random starts.
         progress: Called with the number of passes done and their total (0 where ``batches`` has no length).
@@ -89,13 +111,16 @@ def model_sharpness(
 
     Raises:
         ValueError: A setting is out of range; there are no batches, or a loader shuffles them; the loss is not a finite
-            scalar, does not depend on the stand-in, or differs between two evaluations at one point; a weight is NaN; a head
-            is rank deficient; a symmetry that ``space`` claims changes the loss.
+            scalar, does not depend on the model's parameters, or differs between two evaluations at one point; a weight
+            is NaN; a head is rank deficient; a symmetry that ``space`` claims changes the loss.
 
     Cost: for each batch and radius, ``steps`` forward and backward passes; geometry adds about 2 % at ViT-B sizes.
     Source: da Silva et al. (arXiv 2505.05409).
     """
-    radii = (rho,) if isinstance(rho, (int, float)) else tuple(rho)
+    try:
+        radii = (rho,) if isinstance(rho, (int, float)) else tuple(rho)
+    except TypeError:
+        raise ValueError(f"expected a radius rho > 0, got {rho!r}; or a sequence of radii") from None
     if not radii:
         raise ValueError("expected at least one radius rho, got an empty sequence")
     for radius in radii:
@@ -107,18 +132,18 @@ def model_sharpness(
     fingerprint = hashlib.sha256()
     with untouched(model):
         space = parameter_manifold(model) if space is None else space
-        point = space.pack(model) if x is None else _checked(space, x)
+        point = space.pack(model) if x is None else space.check_point_of(model, x)
         own = space.canonicalize(point, translations=translations)
         at = space.section() if translations else space
         tangent = at.at(own, balanced=True)
-        total = len(radii) * restarts * steps * len(batches) if hasattr(batches, "__len__") else 0  # pyright: ignore[reportArgumentType]
-        done = 0
+        total = len(radii) * restarts * steps * _length(batches)
+        done, proof = 0, None
         for index, batch in enumerate(batches):
             _fingerprint(fingerprint, batch)
-            if index == 0 and check and any(block.quotient for block in space.blocks):
-                check_invariance(space, model, lambda stand_in, b, _: loss(stand_in, b), batch, None)
             evaluate = _evaluation(model, loss, batch, space)
             _check_determinism(evaluate, own, index)
+            if index == 0 and check and any(block.quotient for block in space.blocks):
+                proof = check_invariance(space, model, loss, batch)
             for radius, results in zip(radii, found, strict=True):
                 generator = torch.Generator().manual_seed(seed)
                 report = None if progress is None else _shifted(progress, done, total)
@@ -148,6 +173,7 @@ def model_sharpness(
         "block_weights": [block.weight for block in space.blocks] + [space.rest_weight],
         "rest": str(space.rest.name),
         "notes": list(space.notes),
+        "not_verifiable": [] if proof is None else list(proof.unverified),
         "parameters": space.layout.size,
         "data": fingerprint.hexdigest(),
     }
@@ -155,17 +181,8 @@ def model_sharpness(
     return results[0] if isinstance(rho, (int, float)) else results
 
 
-def _checked(space: ParameterManifold, x: Tensor) -> Tensor:
-    ok, reason = space.check_point_on_manifold(x, explain=True)
-    if not ok or x.dim() != 1:
-        raise ValueError(
-            f"expected one point of the parameter manifold, shape ({space.layout.size},): {reason or tuple(x.shape)}"
-        )
-    return x.detach()
-
-
 def _refuse_shuffling(batches: Any) -> None:
-    if isinstance(batches, DataLoader) and isinstance(getattr(batches, "sampler", None), RandomSampler):
+    if isinstance(batches, DataLoader) and isinstance(getattr(batches, "sampler", None), SHUFFLING):
         raise ValueError(
             "expected batches in a fixed order; this DataLoader shuffles, so another run would measure other batches. "
             "Pass `shuffle=False`, or `list(loader)`."
@@ -176,18 +193,18 @@ def _evaluation(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any
     def evaluate(y: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
         with torch.set_grad_enabled(differentiate):
             y = y.detach().requires_grad_(differentiate)
-            value = loss(StandIn(model, space.unpack(y)), batch)
+            value = at_parameters(model, space.unpack(y), loss, batch)
             if not isinstance(value, Tensor) or value.shape != ():
                 got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(f"expected `loss(model, batch)` to return a scalar tensor, got {got}. Take the mean.")
             if not differentiate:
                 return value.detach(), None
-            if not value.requires_grad:
+            slope = torch.autograd.grad(value, y, allow_unused=True)[0] if value.requires_grad else None
+            if slope is None:
                 raise ValueError(
-                    "expected the loss to depend differentiably on the stand-in it is given; it does not. Call the first "
-                    "argument of `loss`, not the model itself, and do not detach."
+                    "expected the loss to depend differentiably on the parameters of the model it is given; it does "
+                    "not. Call the first argument of `loss`, not a copy, and do not detach."
                 )
-            (slope,) = torch.autograd.grad(value, y)
         return value.detach(), slope
 
     return evaluate
@@ -201,23 +218,26 @@ def _check_determinism(evaluate: Evaluate, x: Tensor, index: int) -> None:
         )
     if abs(first - second) > DETERMINISM * max(abs(first), abs(second)):
         raise ValueError(
-            f"expected a deterministic loss; two evaluations on batch {index} gave {first:.8g} and {second:.8g}. Switch off "
-            "dropout that ignores evaluation mode, augmentation, and shuffling inside `loss`."
+            f"expected a deterministic loss; two evaluations on batch {index} gave {first:.8g} and {second:.8g}. "
+            "Switch off dropout that ignores evaluation mode, augmentation, and shuffling inside `loss`."
         )
 
 
 def _size(batch: Any) -> int:
-    sizes = [leaf.shape[0] for leaf in tree_leaves(_plain(batch)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    sizes = [leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     return sizes[0] if sizes else 1
 
 
-def _plain(batch: Any) -> Any:
-    """A mapping that is no dict, such as a Hugging Face BatchEncoding, as a dict."""
-    return dict(batch) if hasattr(batch, "keys") and not isinstance(batch, dict) else batch
+def _length(batches: Any) -> int:
+    """Number of batches, 0 where they do not say."""
+    try:
+        return len(batches)
+    except TypeError:
+        return 0
 
 
 def _fingerprint(digest: Any, batch: Any) -> None:
-    for leaf in tree_leaves(_plain(batch)):
+    for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
             digest.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         else:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quotient_nets.architectures import parameter_manifold
 from quotient_nets.architectures.norm_gains import norm_gains, rescale_norm_gains
 from quotient_nets.manifolds import AdaptiveEuclidean
-from quotient_nets.parameters import ParameterManifold, StandIn, untouched
+from quotient_nets.parameters import ParameterManifold, at_parameters, untouched
 from quotient_nets.sharpness.model import model_sharpness
 
 ORIGINAL, ATTENTION, NORM_GAINS = "original", "attention", "norm gains"
@@ -105,7 +105,7 @@ def orbit_sharpness(
         model: The model, left untouched.
         loss: As for :func:`quotient_nets.model_sharpness`.
         batches: A list of batches.
-        logits: ``logits(stand_in, batch)`` -> the outputs that are compared between representatives.
+        logits: ``logits(model, batch)`` -> the outputs that are compared between representatives.
         rho: Radius of all balls.
         steps: Forward and backward passes for each batch.
         conditions: Condition numbers of the group elements of attention.
@@ -129,13 +129,15 @@ def orbit_sharpness(
     for number, (key, x) in enumerate(orbit_points(model, space, conditions, draws, seed)):
         with untouched(model), torch.no_grad():
             values = space.unpack(x)
-            moved = torch.cat([logits(StandIn(model, values), batch).double().flatten() for batch in batches])
+            found = [at_parameters(model, values, logits, batch) for batch in batches]
+        moved = torch.cat([output.double().flatten() for output in found])
         outputs = moved if outputs is None else outputs
         if key in finished:
             yield finished[key]
             continue
         results = {}
         for measure, settings in MEASURES.items():
+            own: dict[str, Any] = settings | {"check": number == 0 and measure == "geodesic, exact"}
             first = number * per_row + len(results) * len(batches) * steps
             results[measure] = model_sharpness(
                 model,
@@ -146,7 +148,7 @@ def orbit_sharpness(
                 space=adaptive if measure == "adaptive" else space,
                 x=x,
                 progress=None if progress is None else _shifted(progress, first, rows * per_row),
-                **(settings | {"check": number == 0 and measure == "geodesic, exact"}),
+                **own,
             )
         yield OrbitRow(
             *key,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,11 +148,29 @@ class ModelSharpness:
         path = Path(path)
         if path.exists() and not overwrite:
             raise FileExistsError(f"{path} exists; pass `overwrite=True` to replace it")
-        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        path.write_text(json.dumps(_finite(self.to_dict()), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> ModelSharpness:
         """Read a result that :meth:`save` has written."""
         data = json.loads(Path(path).read_text())
-        batches = tuple(BatchSharpness(**{**batch, "history": tuple(batch["history"])}) for batch in data["batches"])
+        batches = tuple(BatchSharpness(**_numbers(batch)) for batch in data["batches"])
         return cls(rho=data["rho"], batches=batches, settings=data["settings"])
+
+
+def _finite(value: Any) -> Any:
+    """Plain data with None for NaN and infinite numbers, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(batch: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a :class:`BatchSharpness` from JSON: tuples for lists, NaN for None."""
+    nan = float("nan")
+    fields = {name: nan if value is None else value for name, value in batch.items()}
+    fields["certificates"] = {name: nan if value is None else value for name, value in batch["certificates"].items()}
+    fields["history"] = tuple(nan if value is None else value for value in batch["history"])
+    return fields

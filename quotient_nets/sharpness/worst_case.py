@@ -2,8 +2,8 @@ r"""Worst-case sharpness on any ``geoopt.Manifold``.
 
 .. math:: S(x) = \max_{|u|_x \le \rho} L(\gamma_u(1)) - L(x)
 
-over tangent vectors ``u`` at ``x``, with :math:`\gamma_u` the path that leaves ``x`` with velocity ``u``. The manifold is
-the notion of sharpness: ``geoopt.Euclidean`` gives the classical one, ``AdaptiveEuclidean`` the adaptive one, a
+over tangent vectors ``u`` at ``x``, with :math:`\gamma_u` the path that leaves ``x`` with velocity ``u``. The manifold
+is the notion of sharpness: ``geoopt.Euclidean`` gives the classical one, ``AdaptiveEuclidean`` the adaptive one, a
 quotient manifold the geodesic one. Knows ``geoopt.Manifold``, no concrete manifold and no network.
 """
 
@@ -25,7 +25,7 @@ from quotient_nets.sharpness.ascent import (
     start,
 )
 from quotient_nets.sharpness.result import Sharpness
-from quotient_nets.tangent_space import EmbeddedTangentSpace, TangentSpace, tangent_space
+from quotient_nets.tangent_space import EmbeddedTangentSpace, TangentSpace, check_point, tangent_space
 
 CONVERGED_GAIN = 0.01  # relative gain over the last quarter of the steps below which a search has converged
 
@@ -60,14 +60,15 @@ def worst_case_sharpness(
 
     Raises:
         ValueError: ``rho``, ``steps`` or ``restarts`` is not positive; ``x`` is not on the manifold; ``loss`` returns
-            another shape, does not depend on its argument, or is NaN or infinite at a point of the ball; the path does not
-            start with the velocity it is given, so that its ball would not be a ball.
+            another shape, does not depend on its argument, or is NaN or infinite at a point of the ball; the path does
+            not start with the velocity it is given, so that its ball would not be a ball.
 
-    Cost: ``restarts * steps`` forward and backward passes and one forward pass each; geometry is a few products with ``x``.
+    Cost: ``restarts * steps`` forward and backward passes and one forward pass each; geometry is a few products with
+    ``x``.
     Source: da Silva et al. (arXiv 2505.05409); Croce and Hein (2020) for the ascent.
     """
     check_settings(rho, steps, restarts)
-    ok, reason = manifold.check_point_on_manifold(x.detach(), explain=True)
+    ok, reason = check_point(manifold, x.detach())
     if not ok:
         raise ValueError(f"`x` is not a point of {type(manifold).__name__}: {reason}")
     space = tangent_space(manifold, x)
@@ -108,9 +109,9 @@ def differentiable_loss(loss: Callable[[Tensor], Tensor], batch: torch.Size, man
                 )
             if not differentiate:
                 return value.detach(), None
-            if not value.requires_grad:
+            slope = torch.autograd.grad(value.sum(), y, allow_unused=True)[0] if value.requires_grad else None
+            if slope is None:
                 raise ValueError("expected `loss` to depend differentiably on its argument; it does not (detached?)")
-            (slope,) = torch.autograd.grad(value.sum(), y)
         return value.detach(), slope
 
     return evaluate
@@ -141,6 +142,10 @@ def ascend(
     base = base.reshape(space.batch + (1,) * space.ndim)
     # At zero the path is the identity to first order: no derivative of the path, which is NaN there on some manifolds.
     gradient = space.gradient(space.pull_gradient(slope))
+    if not bool(space.norm(gradient).isfinite().all()):
+        raise ValueError(
+            "expected a finite gradient at `x`, got NaN or Inf. Check the loss for roots and logarithms of 0."
+        )
     best: tuple[AscentState, Tensor] | None = None
     for restart in range(restarts):
         report = None if progress is None else _offset(progress, restart * steps, restarts * steps)
@@ -150,7 +155,7 @@ def ascend(
     state, history = best
     if bool(state.invalid.any()):
         raise ValueError(
-            "expected a finite loss in the whole ball; it was NaN or infinite at a point the ascent reached. "
+            "expected a finite loss in the whole ball; it or its gradient was NaN or infinite at a point the ascent reached. "
             f"Use a smaller radius than rho={rho}, or a wider dtype."
         )
     value = state.best_value - base

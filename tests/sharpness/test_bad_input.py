@@ -136,3 +136,9 @@ def test_errors_come_before_any_evaluation() -> None:
     for settings in ({"rho": -1}, {"steps": 0}, {"restarts": 0}, {"path": "geodesic"}):
         with pytest.raises(ValueError, match="expected"):
             measure(never, geoopt.Euclidean(2), **settings)
+
+
+def test_gradient_that_is_not_finite() -> None:
+    x = torch.tensor([4.0, 0.0], dtype=torch.float64)  # the slope of a root is infinite at zero, and 0 * inf is NaN
+    with pytest.raises(ValueError, match=r"finite (loss|gradient)"):
+        measure(lambda y: y[0] + (0 * y[1].abs()).sqrt(), geoopt.Euclidean(1), x, rho=0.5)

@@ -1,5 +1,6 @@
 """What cannot be measured is refused with a reason, and the model is as it was."""
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -146,14 +147,20 @@ def test_loss_that_is_no_scalar_tensor(model, loss, got: str, check: bool) -> No
     ids=["detached", "of the batch", "constant", "accuracy"],
 )
 def test_loss_that_does_not_depend_on_the_parameters(model, loss, check: bool) -> None:
-    with pytest.raises(ValueError, match=r"depend differentiably on the stand-in"):
+    with pytest.raises(ValueError, match=r"depend differentiably on the parameters of the model it is given"):
         model_sharpness(model, loss, [X], rho=0.1, check=check)
 
 
 @CHECKS
-def test_loss_that_calls_the_model_itself(model, check: bool) -> None:
-    with pytest.raises(ValueError, match=r"depend differentiably on the stand-in.*not the model itself"):
-        model_sharpness(model, lambda _, b: mse(model, b), [X], rho=0.1, check=check)
+def test_loss_that_calls_a_copy_of_the_model(model, check: bool) -> None:
+    other = copy.deepcopy(model).eval()
+    with pytest.raises(ValueError, match=r"depend differentiably on the parameters.*not a copy"):
+        model_sharpness(model, lambda _, b: mse(other, b), [X], rho=0.1, check=check)
+
+
+def test_loss_that_calls_the_model_by_its_own_name_is_the_same_loss(model) -> None:
+    own = model_sharpness(model, lambda _, b: mse(model, b), [X], rho=0.1, steps=3)
+    assert own.value == model_sharpness(model, mse, [X], rho=0.1, steps=3).value > 0
 
 
 @CHECKS
@@ -192,8 +199,9 @@ def test_network_that_ignores_evaluation_mode(check: bool) -> None:
 
 def test_loss_that_ends_outside_its_domain(model) -> None:
     """A logarithm of something that reaches zero inside the ball."""
+    base = mse(model, X).detach()
     with pytest.raises(ValueError, match=r"finite loss in the whole ball.*smaller radius than rho=3"):
-        model_sharpness(model, lambda m, b: 1 - (2 - mse(m, b) / mse(model, b).detach()).log(), [X], rho=3.0)
+        model_sharpness(model, lambda m, b: 1 - (2 - mse(m, b) / base).log(), [X], rho=3.0)
 
 
 @pytest.mark.parametrize("error", [KeyError("labels"), ZeroDivisionError("by zero"), RuntimeError("a shape error")])

@@ -317,6 +317,13 @@ def test_separable_function_on_a_product_shares_the_radius(rho: float) -> None:
 # -- paths that are no geodesics -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e6, 1e9])
+def test_a_straight_line_is_no_other_path_far_from_the_origin(size: float) -> None:
+    x = torch.full((3,), size, dtype=torch.float64)
+    result = worst_case_sharpness(lambda y: (y / size).sum(), geoopt.Euclidean(1), x, rho=0.1 * size)
+    assert_maximum(result, torch.tensor(0.1 * math.sqrt(3), dtype=torch.float64))
+
+
 @pytest.mark.parametrize(
     ("manifold", "name"),
     [

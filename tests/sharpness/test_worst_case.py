@@ -310,6 +310,13 @@ def test_a_random_start_out_of_the_domain_falls_back_on_the_centre() -> None:
     assert_close(result.value, torch.tensor(1.0, dtype=torch.float64))
 
 
+def test_large_numbers_are_no_end_of_the_domain() -> None:
+    x = torch.tensor([1e20, 1.0])  # finite, although its square is not in float32
+    result = worst_case_sharpness(lambda y: (y / x).sum(), AdaptiveEuclidean(), x, rho=0.1, path="retr")
+    assert float(result.certificates["rejected_steps"]) == 0
+    assert float(result.value) == pytest.approx(0.1 * math.sqrt(2), rel=1e-5)
+
+
 # -- weights that are exactly zero -----------------------------------------------------------------------------------
 
 

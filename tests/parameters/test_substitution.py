@@ -1,4 +1,4 @@
-"""A stand-in is the model at other parameters, whatever part of the model a loss calls."""
+"""A function of a model at other parameters, whatever part of the model it calls."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from quotient_nets import parameter_manifold
-from quotient_nets.parameters import StandIn
+from quotient_nets.parameters import at_parameters
 from tests.models import TEXT, WIDTH, Stack, TiedLM, encoder_layer, generic, tokens
 
 
@@ -49,11 +49,11 @@ class Everything(nn.Module):
 
 
 @pytest.fixture
-def models() -> tuple[Everything, Everything, StandIn]:
-    """A model, another one, and a stand-in of the first at the parameters of the other."""
+def models() -> tuple[Everything, Everything, dict[str, Tensor]]:
+    """A model, another one, and the parameters of the other."""
     model, other = generic(Everything()), generic(Everything())
     space = parameter_manifold(model)
-    return model, other, StandIn(model, space.unpack(space.pack(other)))
+    return model, other, space.unpack(space.pack(other))
 
 
 X = torch.linspace(-1, 1, 2 * 3 * WIDTH, dtype=torch.float64).view(2, 3, WIDTH)
@@ -89,44 +89,50 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_everything_is_at_the_other_parameters(models, call) -> None:
-    model, other, stand_in = models
-    expected = call(other)
-    other.seen.zero_()
-    assert_close(call(stand_in), expected, rtol=1e-12, atol=1e-12)
+    model, other, values = models
+    assert_close(at_parameters(model, values, call), call(other), rtol=1e-12, atol=1e-12)
 
 
-def test_what_is_no_tensor_is_that_of_the_model(models) -> None:
-    model, _, stand_in = models
-    assert stand_in.size == WIDTH
-    assert stand_in.labels == ("no", "yes")
-    assert stand_in.training is False
-    assert stand_in.encoder.norm_first is False
-    assert not hasattr(stand_in, "nothing")
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = stand_in.nothing
+def test_a_loss_that_names_the_model_itself_is_at_the_other_parameters_too(models) -> None:
+    model, other, values = models
+    assert_close(at_parameters(model, values, lambda _: model(X)), other(X), rtol=1e-12, atol=1e-12)
+
+
+def test_arguments_and_results_pass_through(models) -> None:
+    model, _, values = models
+    found = at_parameters(model, values, lambda m, *args, **kwargs: (m is model, args, kwargs), 1, "two", three=3)
+    assert found == (True, (1, "two"), {"three": 3})
+
+
+def test_a_function_that_is_a_module_works(models) -> None:
+    class Loss(nn.Module):
+        def forward(self, m: Everything) -> Tensor:
+            return m(X).square().mean()
+
+    model, other, values = models
+    assert_close(at_parameters(model, values, Loss()), Loss()(other), rtol=1e-12, atol=1e-12)
 
 
 def test_buffers_are_copies(models) -> None:
-    model, _, stand_in = models
-    stand_in(X)
-    stand_in.embed(X)
+    model, _, values = models
+    assert float(at_parameters(model, values, lambda m: (m(X), m.embed(X), m.seen)[2])) == 2.0
     assert float(model.seen) == 0.0
-    assert float(stand_in.seen) == 2.0
 
 
 def test_parameters_without_a_value_are_those_of_the_model(models) -> None:
     model, other, _ = models
-    some = StandIn(model, {"temperature": other.temperature})
-    assert_close(some.encoder(X), model.encoder(X), rtol=1e-12, atol=1e-12)
-    assert_close(some.embed(X) / other.temperature, model.embed(X) / model.temperature, rtol=1e-12, atol=1e-12)
+    some = {"temperature": other.temperature}
+    encoded, embedded = at_parameters(model, some, lambda m: (m.encoder(X), m.embed(X)))
+    assert_close(encoded, model.encoder(X), rtol=1e-12, atol=1e-12)
+    assert_close(embedded / other.temperature, model.embed(X) / model.temperature, rtol=1e-12, atol=1e-12)
 
 
 def test_derivatives_flow_to_the_point_through_every_part() -> None:
     model = generic(Everything())
     space = parameter_manifold(model)
     x = space.pack(model).requires_grad_()
-    stand_in = StandIn(model, space.unpack(x))
-    (slope,) = torch.autograd.grad(stand_in.embed(X).sum() + stand_in.temperature.sum(), x)
+    value = at_parameters(model, space.unpack(x), lambda m: m.embed(X).sum() + m.temperature.sum())
+    (slope,) = torch.autograd.grad(value, x)
     named = space.unpack(slope)
     assert float(named["temperature"].abs()) > 1
     assert bool((named["encoder.linear1.weight"] != 0).any())
@@ -147,8 +153,8 @@ TIED = {
 def test_tied_weights_are_at_the_other_parameters_under_both_names(call) -> None:
     model, other, ids = generic(TiedLM()), generic(TiedLM()), torch.randint(7, (2, 4))
     space = parameter_manifold(model)
-    stand_in = StandIn(model, space.unpack(space.pack(other)))
-    assert_close(call(stand_in, ids), call(other, ids), rtol=1e-12, atol=1e-12)
+    values = space.unpack(space.pack(other))
+    assert_close(at_parameters(model, values, call, ids), call(other, ids), rtol=1e-12, atol=1e-12)
 
 
 HUGGING_FACE = {
@@ -165,22 +171,18 @@ def test_ways_to_call_a_hugging_face_model(call) -> None:
     model, other = (generic(transformers.BertForMaskedLM(transformers.BertConfig(**TEXT))) for _ in range(2))
     ids = torch.randint(3, 19, (2, 6))
     space = parameter_manifold(model)
-    stand_in = StandIn(model, space.unpack(space.pack(other)))
-    assert_close(call(stand_in, ids), call(other, ids), rtol=1e-12, atol=1e-12)
-    assert stand_in.config.hidden_size == WIDTH
-    assert stand_in.device == torch.device("cpu")
+    values = space.unpack(space.pack(other))
+    assert_close(at_parameters(model, values, call, ids), call(other, ids), rtol=1e-12, atol=1e-12)
 
 
 def test_model_is_as_before_after_each_kind_of_call() -> None:
     model, other = generic(Stack()), generic(Stack())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     space = parameter_manifold(model)
-    stand_in = StandIn(model, space.unpack(space.pack(other)))
-    stand_in(tokens())
-    stand_in.head(tokens())
-    with pytest.raises(RuntimeError):
-        stand_in(torch.ones(2, 3, WIDTH + 1))
-    with pytest.raises(RuntimeError):
-        stand_in.head(torch.ones(2, 3, WIDTH + 1))
+    values = space.unpack(space.pack(other))
+    at_parameters(model, values, lambda m: (m(tokens()), m.head(tokens())))
+    for part in (lambda m, x: m(x), lambda m, x: m.head(x)):
+        with pytest.raises(RuntimeError):
+            at_parameters(model, values, part, torch.ones(2, 3, WIDTH + 1))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
