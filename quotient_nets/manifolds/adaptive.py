@@ -78,15 +78,13 @@ class AdaptiveEuclidean(geoopt.Manifold):
 
     @override
     def logmap(self, x: Tensor, y: Tensor) -> Tensor:
-        """``x log(y / x)``; NaN where the signs of ``x`` and ``y`` differ."""
-        magnitude, zero = _nonzero(x)
-        ratio = torch.where(zero, torch.where(y == 0, 1.0, torch.nan), y / magnitude)
-        return x * torch.log(ratio)
+        """``x log(y / x)``; NaN or infinite where the signs of ``x`` and ``y`` differ."""
+        return x * _log_ratio(x, y)
 
     @override
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
-        """Geodesic distance; NaN where the signs differ, which no path joins."""
-        return self.norm(x, self.logmap(x, y), keepdim=keepdim)
+        """Geodesic distance; NaN or infinite where the signs differ, which no path joins."""
+        return torch.linalg.vector_norm(_log_ratio(x, y), dim=self._axes(), keepdim=keepdim)
 
     @override
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
@@ -190,3 +188,9 @@ def _nonzero(x: Tensor) -> tuple[Tensor, Tensor]:
     """``x`` with its zeros replaced by ones, and where they were: a denominator with finite derivatives."""
     zero = x == 0
     return torch.where(zero, 1.0, x), zero
+
+
+def _log_ratio(x: Tensor, y: Tensor) -> Tensor:
+    """``log(y / x)``, 0 where both are zero."""
+    denominator, zero = _nonzero(x)
+    return torch.log(torch.where(zero, torch.where(y == 0, 1.0, torch.nan), y / denominator))

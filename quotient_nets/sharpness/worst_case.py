@@ -155,7 +155,8 @@ def ascend(
     state, history = best
     if bool(state.invalid.any()):
         raise ValueError(
-            "expected a finite loss in the whole ball; it or its gradient was NaN or infinite at a point the ascent reached. "
+            "expected a finite loss in the whole ball; it or its gradient was NaN or infinite at a point that the "
+            "ascent reached. "
             f"Use a smaller radius than rho={rho}, or a wider dtype."
         )
     value = state.best_value - base
