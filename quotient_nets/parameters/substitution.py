@@ -28,6 +28,9 @@ def at_parameters(
     and derivatives flow to them. Whatever the call does to buffers is lost: they are copies. The model has its own
     tensors back when the function returns or raises.
 
+    Activation checkpoints call the model again in the backward pass: differentiate inside ``function`` where there are
+    any.
+
     Args:
         model: Any module.
         parameters: Values by name, as in ``named_parameters()``; parameters that are not named keep the model's value.

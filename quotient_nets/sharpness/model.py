@@ -191,9 +191,8 @@ def _refuse_shuffling(batches: Any) -> None:
 
 def _evaluation(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, space: ParameterManifold) -> Evaluate:
     def evaluate(y: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
-        with torch.set_grad_enabled(differentiate):
-            y = y.detach().requires_grad_(differentiate)
-            value = at_parameters(model, space.unpack(y), loss, batch)
+        def value_and_slope(substituted: nn.Module) -> tuple[Tensor, Tensor | None]:
+            value = loss(substituted, batch)
             if not isinstance(value, Tensor) or value.shape != ():
                 got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(f"expected `loss(model, batch)` to return a scalar tensor, got {got}. Take the mean.")
@@ -205,7 +204,12 @@ def _evaluation(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any
                     "expected the loss to depend differentiably on the parameters of the model it is given; it does "
                     "not. Call the first argument of `loss`, not a copy, and do not detach."
                 )
-        return value.detach(), slope
+            return value.detach(), slope
+
+        with torch.set_grad_enabled(differentiate):
+            y = y.detach().requires_grad_(differentiate)
+            # The backward pass too runs at these parameters: activation checkpoints call the model again in it.
+            return at_parameters(model, space.unpack(y), value_and_slope)
 
     return evaluate
 

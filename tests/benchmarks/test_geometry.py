@@ -1,7 +1,7 @@
 """Cost of single operations of the fixed-rank geometry at the sizes of ViT-B attention, float32.
 
-Factors are taken a few at a time: above some 32 MB every fresh tensor is paged in anew, which costs more than the algebra
-and is the allocator's doing. Never asserts a time; `pytest -m benchmark tests/benchmarks`.
+Factors are taken a few at a time: above some 32 MB every fresh tensor is paged in anew, which costs more than the
+algebra and is the allocator's doing. Never asserts a time; `pytest -m benchmark tests/benchmarks`.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from quotient_nets.manifolds import InvariantFixedRank
-from tests.strategies import Case, fixed_rank, group_element
+from tests.strategies import Case, fixed_rank, group_element, orthogonal
 
 M = InvariantFixedRank(5, 4)
 ROUNDING = 1e-10  # relative to |X| = 1, at condition 1e4 in a gauge of 10
@@ -59,6 +59,30 @@ def test_frame_leads_from_the_factors_to_the_decomposition_and_back(case: Case) 
         assert_close(factor @ pull, basis, rtol=0, atol=1e-11)
         assert_close(basis @ push, factor, rtol=0, atol=1e-12)
     assert_close((f.g * f.spectrum[..., None, :]) @ f.h.mT, m.product(case.x), rtol=0, atol=1e-12)
+
+
+def test_frame_of_float32_factors_is_computed_in_float64() -> None:
+    x = M.action(torch.randn(20, 9, 3), group_element((20,), 3, 1e2).float())
+    for single, double in zip(M.frame(x), M.frame(x.double()), strict=True):
+        assert torch.equal(single, double.float())
+
+
+def test_way_to_the_frame_loses_the_condition_of_a_factor_only() -> None:
+    root = torch.tensor([1.0, 1e-2, 1e-4], dtype=torch.float64)  # cond(G) = 1e4, cond(X) = 1e8
+    bases = orthogonal(20, 5, 3), orthogonal(20, 4, 3)
+    x = M.action(M.pack_point(*(q * root for q in bases)), group_element((20,), 3, 10.0))
+    f = M.frame(x)
+    for factor, pull, basis in zip(M.unpack_tensor(x), (f.pull_g, f.pull_h), (f.g, f.h), strict=True):
+        assert_close(factor @ pull, basis, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("r", [1, 3])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_frame_of_an_invalid_element_has_no_number(r: int, bad: float) -> None:
+    x = torch.randn(3, 9, r)
+    x[1, 0, 0] = bad
+    spectrum = M.frame(x).spectrum.isfinite().all(-1)
+    assert spectrum.tolist() == [True, False, True]
 
 
 def test_frames_in_chunks_are_those_of_single_points() -> None:
