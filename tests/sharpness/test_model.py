@@ -51,13 +51,14 @@ RUN: dict[str, Any] = {"rho": 0.2, "steps": 5}
 
 
 def test_activation_checkpoints_are_computed_again_at_the_same_parameters(model) -> None:
-    """The backward pass calls the model once more; at its own parameters the slope would be another, without an error."""
+    """The backward pass calls the model once more; at its own parameters the slope would be another, in silence."""
 
     def checkpointed(m: Any, batch: Tensor) -> Tensor:
         return checkpoint(m, batch, use_reentrant=False).square().mean()
 
-    plain = model_sharpness(model, mse, [tokens()], rho=0.5, steps=8)
-    again = model_sharpness(model, checkpointed, [tokens()], rho=0.5, steps=8)
+    batches = [tokens()]
+    plain = model_sharpness(model, mse, batches, rho=0.5, steps=8)
+    again = model_sharpness(model, checkpointed, batches, rho=0.5, steps=8)
     assert again.value == pytest.approx(plain.value, rel=1e-12)
     assert again.batches[0].history == pytest.approx(plain.batches[0].history, rel=1e-12)
 
