@@ -7,6 +7,7 @@ command line only.
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -228,12 +229,16 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_text(path: Path, limit: int) -> tuple[list[int], list[str]]:
     labels, texts = [], []
     if not path.is_file():
-        raise ValueError(f"expected a text file with `label<TAB>text` lines; {path} does not exist")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        raise ValueError(f"expected a text file with `label<TAB>text` lines; {path} is no file")
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected UTF-8 text in {path}: {error}") from error
+    for number, line in enumerate(content.split("\n"), start=1):  # splitlines breaks at characters inside a text too
         if line.startswith("#") or not line.strip():
             continue
         label, tab, text = line.partition("\t")
-        if not tab or not label.strip().isdigit() or not text.strip():
+        if not tab or not label.strip().isdecimal() or not text.strip():
             raise ValueError(
                 f"expected `label<TAB>text` with an integer label from 0 in {path}, line {number}: {line!r}"
             )
@@ -246,18 +251,25 @@ def _read_text(path: Path, limit: int) -> tuple[list[int], list[str]]:
 
 def _read_images(path: Path, limit: int) -> tuple[Tensor, Tensor]:
     if not path.is_file():
-        raise ValueError(f"expected a numpy archive with `images` and `labels`; {path} does not exist")
+        raise ValueError(f"expected a numpy archive with `images` and `labels`; {path} is no file")
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it is a single array")
+        with archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"cannot read {path} as a numpy archive without pickles: {error}") from error
     shapes = {name: array.shape for name, array in arrays.items()}
     images, labels = arrays.get("images"), arrays.get("labels")
     if images is None or labels is None or images.ndim != 4 or labels.shape != images.shape[:1]:
         raise ValueError(f"expected `images` (N, channels, height, width) and `labels` (N,) in {path}, got {shapes}")
-    if not np.issubdtype(labels.dtype, np.integer) or not np.isfinite(images).all() or len(labels) == 0:
-        raise ValueError(f"expected finite images and integer labels in {path}, at least one of them; got {shapes}")
+    numeric = np.issubdtype(images.dtype, np.number) and np.issubdtype(labels.dtype, np.integer) and len(labels) > 0
+    if not numeric or not np.isfinite(images).all() or labels.min() < 0:
+        raise ValueError(
+            f"expected finite images and integer labels from 0 in {path}, at least one of them; got shapes {shapes}, "
+            f"dtypes {images.dtype} and {labels.dtype}"
+        )
     return torch.from_numpy(images[:limit]).float(), torch.from_numpy(labels[:limit]).long()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from quotient_nets.architectures import parameter_manifold
 from quotient_nets.checkpoints import Task, example_inputs, load_model, load_task
@@ -23,6 +25,7 @@ from quotient_nets.report import print_inspection, print_sharpness, progress_bar
 from quotient_nets.sharpness.orbit import OrbitRow, orbit_sharpness
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+FIGURES = (".png", ".pdf", ".svg")
 CONDITIONS = (1.0, 10.0, 100.0, 1e4)
 EMBEDDED = "embedded digits ViT"
 Model = Annotated[
@@ -42,7 +45,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError, ImportError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(1)
 
 
@@ -72,11 +75,13 @@ def sharpness(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
 ) -> None:
     """Adaptive and geodesic sharpness of a model, before and after its weights are rewritten by symmetries."""
+    if resume:
+        _check_resume(out)
     _check_files(out, plot, resume=resume, overwrite=overwrite)
     _check_options(limit, batch_size, draws)
     task = _task(model, data, limit, batch_size)
-    steps = steps or (20 if model is None else 10)
-    draws = draws or (5 if model is None else 1)
+    steps = (20 if model is None else 10) if steps is None else steps
+    draws = (5 if model is None else 1) if draws is None else draws
     settings = {
         "model": task.name,
         "data": EMBEDDED if data is None else data.name,
@@ -87,6 +92,7 @@ def sharpness(
         "steps": steps,
         "draws": draws,
         "seed": seed,
+        "fingerprint": _fingerprint(task),
     }
     done = _read_rows(out, settings) if resume and out is not None and out.exists() else []
     rows, started = [], time.monotonic()
@@ -108,7 +114,7 @@ def sharpness(
         )
         for row in found:
             rows.append(row)
-            if out is not None:
+            if out is not None and len(rows) > len(done):  # before that, the file holds more than this
                 _write_json(out, settings, rows)
     if plot is not None:
         from quotient_nets.figures import orbit_figure, save_figure
@@ -181,14 +187,25 @@ def _check_files(out: Path | None, plot: Path | None, *, resume: bool, overwrite
     Raises:
         FileExistsError: A file exists that is neither to be replaced nor resumed.
         FileNotFoundError: The folder of a file does not exist.
+        IsADirectoryError: A file is a folder.
+        ValueError: The ending of the figure is not one that can be drawn.
     """
+    if plot is not None and (plot.suffix not in FIGURES or plot == out):
+        raise ValueError(f"expected --plot to end in one of {', '.join(FIGURES)} and to differ from --out, got {plot}")
     for path in (out, plot):
+        if path is not None and path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder; name a file")
         if path is not None and path.exists() and not overwrite and not (resume and path == out):
             raise FileExistsError(
                 f"{path} exists; pass --overwrite to replace it" + (", or --resume" if path == out else "")
             )
         if path is not None and not path.resolve().parent.is_dir():
             raise FileNotFoundError(f"the folder of {path} does not exist")
+
+
+def _check_resume(out: Path | None) -> None:
+    if out is None:
+        raise ValueError("--resume continues the run that wrote --out; name that file with --out")
 
 
 def _check_options(limit: int, batch_size: int, draws: int | None) -> None:
@@ -229,8 +246,22 @@ def _write_json(path: Path, settings: dict[str, Any], rows: Sequence[OrbitRow]) 
 
 
 def _read_rows(path: Path, settings: dict[str, Any]) -> list[OrbitRow]:
-    content = json.loads(path.read_text())
-    other = {name for name, value in settings.items() if content["settings"].get(name) != value}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        before, rows = content["settings"], [OrbitRow(**row) for row in content["rows"]]
+        other = {name for name, value in settings.items() if before.get(name) != value}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is no result of `quotient-nets sharpness --out`; use --overwrite ({error})"
+        ) from error
     if other:
         raise ValueError(f"{path} was written with other settings ({', '.join(sorted(other))}); use --overwrite")
-    return [OrbitRow(**row) for row in content["rows"]]
+    return rows
+
+
+def _fingerprint(task: Task) -> str:
+    """Of the model's parameters and of all batches, so that a run is resumed on nothing else."""
+    digest = hashlib.sha256()
+    for tensor in [*task.model.parameters(), *(t for batch in task.batches for t in batch.values())]:
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

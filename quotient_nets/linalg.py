@@ -151,7 +151,7 @@ def _scalar_frame(g: Tensor, h: Tensor) -> Frame:
 def taylor_degree(radius: float, tolerance: float) -> int:
     r"""Least ``d`` with :math:`(2\rho)^{d+1} / (d+1)! \le` ``tolerance``, or a number above ``MAX_DEGREE``."""
     term, degree = 2 * radius, 0
-    while term > tolerance and degree <= MAX_DEGREE:
+    while not term <= tolerance and degree <= MAX_DEGREE:
         degree += 1
         term *= 2 * radius / (degree + 1)
     return max(degree, 1)

@@ -30,7 +30,7 @@ def print_inspection(content: Mapping[str, Any], rest: str) -> None:
     console.print(table)
     console.print(f"rest: {content['rest']:,} parameters, {rest} metric")
     for note in content["notes"]:
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {note}", highlight=False, markup=False)
     console.print(
         f"self-check in {check['dtype']}: outputs change by {check['change']:.1e} of their size under random elements "
         f"of condition 10 on every head (tolerance {check['tolerance']:.0e}); moving one factor only: "

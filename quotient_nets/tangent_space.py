@@ -83,7 +83,8 @@ class TangentSpace(ABC):
         device = None if generator is None else generator.device
         noise = torch.randn(self.origin().shape, generator=generator, dtype=self.x.dtype, device=device)
         c = self.project(noise.to(self.x.device))
-        return c / self.norm(c)
+        norm = self.norm(c)
+        return c / torch.where(norm > 0, norm, 1.0)  # a tangent space of dimension 0 has only zero
 
     def origin(self) -> Tensor:
         """Coordinates of the zero vector."""
@@ -132,8 +133,8 @@ class EmbeddedTangentSpace(TangentSpace):
         """The method ``path`` of the manifold."""
         return getattr(self.manifold, path)(self.x, c)
 
-    def check_path(self, path: str) -> None:
-        """Refuse a path that does not leave ``x`` with the velocity it is given.
+    def check_path(self, path: str, rho: float = float("inf")) -> None:
+        """Refuse a path that does not leave ``x`` with the velocity it is given, or does not start at ``x``.
 
         The velocity is a central difference in float64 along one tangent vector per point.
 
@@ -154,6 +155,12 @@ class EmbeddedTangentSpace(TangentSpace):
         step, follow = 1e-5, getattr(self.manifold, path)
         velocity = (follow(x, step * u) - follow(x, -step * u)) / (2 * step)
         error = torch.linalg.vector_norm(velocity - u) / torch.linalg.vector_norm(u)
+        offset = float(torch.linalg.vector_norm(follow(x, 0 * u) - x))
+        if offset > SPEED_TOLERANCE * rho:  # NaN at zero is met by never asking for it
+            raise ValueError(
+                f"{name} does not start at `x`: it is off by {offset:.2g}, which is not small beside the radius "
+                f"{rho:g}. Use a larger radius or another path."
+            )
         if not bool(error <= SPEED_TOLERANCE):
             raise ValueError(
                 f"{name} does not start with the velocity it is given (relative error {error:.2g}), so a ball of "
@@ -164,8 +171,9 @@ class EmbeddedTangentSpace(TangentSpace):
 
 def tangent_space(manifold: geoopt.Manifold, x: Tensor) -> TangentSpace:
     """Tangent space of any ``geoopt.Manifold`` at ``x``: its own ``at(x)`` if it has one, else the generic one."""
-    at = getattr(manifold, "at", None)
-    return EmbeddedTangentSpace(manifold, x) if at is None else at(x)
+    # Of the class: Scaled forwards the attributes of the manifold inside it, whose norm is not its own.
+    at = getattr(type(manifold), "at", None)
+    return EmbeddedTangentSpace(manifold, x) if at is None else at(manifold, x)
 
 
 def check_point(manifold: geoopt.Manifold, x: Tensor) -> Checked:

@@ -91,7 +91,7 @@ def test_inspect_prints_the_blocks(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["sharpness", "--draws", "0"], "--draws"),
         (["sharpness", "--steps", "-1"], "steps"),
         (["sharpness", "no-such-directory"], "needs --data"),
-        (["sharpness", "no-such-directory", "--data", "x.tsv"], "does not exist"),
+        (["sharpness", "no-such-directory", "--data", "x.tsv"], "is no file"),
         (["sharpness", "--data", "x.tsv"], "belongs to a model directory"),
         (["sharpness", "--out", "no-such-folder/result.json"], "folder"),
         (["inspect", "no-such-directory"], "does not exist"),

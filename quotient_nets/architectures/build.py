@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import geoopt
 import torch
@@ -54,6 +54,7 @@ def parameter_manifold(
         raise ValueError(
             f"expected scope 'all' or 'attention' and degenerate 'raise' or 'rest', got {scope!r}, {degenerate!r}"
         )
+    _check_classes(attention, rest)
     _refuse_shared_modules(model)
     unknown = unknown_attention(model)
     if unknown:
@@ -64,9 +65,13 @@ def parameter_manifold(
         if strict:
             raise ValueError(message)
         warnings.warn(message, stacklevel=2)
-    pairs, inside, outside = _pairs(model)
+    pairs, wrapped, inside, outside = _pairs(model)
     parameters = _parameters(model, frozen, inside if scope == "attention" else None)
     notes = [f"{name}: no declaration" for name in unknown]
+    notes += [
+        f"{pair.module} ({pair.kind}): a projection is parametrized, wrapped or has extra parameters"
+        for pair in wrapped
+    ]
     loose: list[Heads] = []
     components: dict[tuple[str, int, int, int], list[Heads]] = {}
     uses = Counter(view for pair in pairs for view in pair.views)
@@ -122,9 +127,19 @@ def _weights(block_weights: Mapping[str, float] | None, kinds: set[str]) -> dict
 
 
 def _manifold(manifold: type[geoopt.Manifold], *sizes: int) -> geoopt.Manifold:
-    if issubclass(manifold, FixedRank):
+    if sizes and issubclass(manifold, FixedRank):
         return manifold(*sizes)
     return manifold(2 if sizes else 1)  # pyright: ignore[reportCallIssue]
+
+
+def _check_classes(attention: Any, rest: Any) -> None:
+    elementwise = (AdaptiveEuclidean, geoopt.Euclidean)
+    for name, manifold, known in (("attention", attention, (FixedRank, *elementwise)), ("rest", rest, elementwise)):
+        if not (isinstance(manifold, type) and issubclass(manifold, known)):
+            raise ValueError(
+                f"expected `{name}` to be one of the classes {', '.join(c.__name__ for c in known)} or a subclass, got "
+                f"{manifold!r}. Pass the class, not an instance."
+            )
 
 
 def _refuse_shared_modules(model: nn.Module) -> None:
@@ -139,23 +154,36 @@ def _refuse_shared_modules(model: nn.Module) -> None:
             )
 
 
-def _pairs(model: nn.Module) -> tuple[list[Pair], set[str], set[str]]:
+def _pairs(model: nn.Module) -> tuple[list[Pair], list[Pair], set[str], set[str]]:
     """Pairs of all known attention modules, layers tied as a whole once, with the names of ``named_parameters()``.
 
     Returns:
-        The pairs; the names of all parameters inside attention modules; and those of parameters that are tied to
-        something that belongs to no pair.
+        The pairs; those whose weights are no plain parameters; the names of all parameters inside attention modules;
+        and those of parameters that are tied to something that belongs to no pair.
     """
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-    pairs, inside, used = [], set(), set()
+    pairs, wrapped, inside, used = [], [], set(), set()
     for prefix, module, declaration in attention_modules(model):
-        declared = declaration(prefix, module)
-        pairs += [pair.renamed(names) for pair in declared]
-        used |= {view.parameter for pair in declared for view in pair.views}
+        for pair in declaration(prefix, module):
+            if _plain(model, module, pair, names):
+                pairs.append(pair.renamed(names))
+                used |= {view.parameter for view in pair.views}
+            else:
+                wrapped.append(pair)
         inside |= {first[id(parameter)] for parameter in module.parameters()}
     outside = {names[name] for name in used if any(names[alias] == names[name] for alias in names.keys() - used)}
-    return list({pair.views: pair for pair in reversed(pairs)}.values())[::-1], inside, outside
+    return list({pair.views: pair for pair in reversed(pairs)}.values())[::-1], wrapped, inside, outside
+
+
+def _plain(model: nn.Module, attention: nn.Module, pair: Pair, names: Mapping[str, str]) -> bool:
+    """Whether the pair's weights are parameters by these names, and all there is to their projections."""
+    for view in pair.views:
+        owner = model.get_submodule(view.parameter.rpartition(".")[0])
+        own = {name for name, _ in owner.named_parameters()}
+        if view.parameter not in names or (owner is not attention and own - {"weight", "bias"}):
+            return False
+    return True
 
 
 def _parameters(model: nn.Module, frozen: bool, only: set[str] | None) -> dict[str, Tensor]:

@@ -98,7 +98,7 @@ def evaluate_along(
         c = c.detach().requires_grad_(differentiate)
         y = space.move(c, path, rho)
     # A sum sees every NaN and Inf in one pass that allocates nothing.
-    exists = y.detach().reshape(*space.batch, -1).sum(-1).isfinite()
+    exists = y.detach().unsqueeze(-1).flatten(len(space.batch)).sum(-1).isfinite()
     exists = exists.reshape(exists.shape + (1,) * (y.dim() - exists.dim()))
     value, slope = evaluate(choose(exists, y.detach(), space.x), differentiate)
     ones = (1,) * space.ndim

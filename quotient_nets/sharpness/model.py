@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 
 from quotient_nets.architectures import parameter_manifold
 from quotient_nets.parameters import ParameterManifold, at_parameters, untouched
-from quotient_nets.parameters.batches import leaves
+from quotient_nets.parameters.batches import leaves, map_tensors
 from quotient_nets.parameters.invariance import check_invariance
 from quotient_nets.parameters.tangent import MODEL_PATHS
 from quotient_nets.sharpness.ascent import Evaluate
@@ -27,6 +27,7 @@ from quotient_nets.sharpness.result import BatchSharpness, ModelSharpness, Sharp
 from quotient_nets.sharpness.worst_case import ascend, check_settings
 
 Batch = TypeVar("Batch")
+WORKING = torch.float32  # models in half precision are evaluated in it
 PATHS = (*MODEL_PATHS, "expmap", "retr")
 SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 DETERMINISM = 1e-5  # relative difference of two evaluations at one point that float32 kernels may show
@@ -190,6 +191,12 @@ def _refuse_shuffling(batches: Any) -> None:
 
 
 def _evaluation(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, space: ParameterManifold) -> Evaluate:
+    half = any(entry.dtype.itemsize < WORKING.itemsize for entry in space.entries)
+    # In half precision the rise of a loss is lost in the rounding of the loss.
+    batch = map_tensors(_widened, batch) if half else batch
+    fixed = {name: _widened(p.detach()) for name, p in model.named_parameters()} if half else {}
+    buffers = {name: _widened(buffer) for name, buffer in model.named_buffers()}
+
     def evaluate(y: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
         def value_and_slope(substituted: nn.Module) -> tuple[Tensor, Tensor | None]:
             value = loss(substituted, batch)
@@ -206,12 +213,20 @@ def _evaluation(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any
                 )
             return value.detach(), slope
 
-        with torch.set_grad_enabled(differentiate):
-            y = y.detach().requires_grad_(differentiate)
-            # The backward pass too runs at these parameters: activation checkpoints call the model again in it.
-            return at_parameters(model, space.unpack(y), value_and_slope)
+        # With gradients also where none is asked for: torch's fast path without them computes another function of
+        # padded tokens. The backward pass runs at these parameters too: activation checkpoints call the model in it.
+        with torch.enable_grad():
+            y = y.detach().requires_grad_()
+            values = fixed | space.unpack(y, dtype=y.dtype if half else None)
+            copies = {name: buffer.clone() for name, buffer in buffers.items()}
+            return at_parameters(model, values, value_and_slope, buffers=copies)
 
     return evaluate
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    narrow = tensor.is_floating_point() and tensor.dtype.itemsize < WORKING.itemsize
+    return tensor.to(WORKING) if narrow else tensor
 
 
 def _check_determinism(evaluate: Evaluate, x: Tensor, index: int) -> None:

@@ -73,7 +73,7 @@ def worst_case_sharpness(
         raise ValueError(f"`x` is not a point of {type(manifold).__name__}: {reason}")
     space = tangent_space(manifold, x)
     if isinstance(space, EmbeddedTangentSpace):
-        space.check_path(path)
+        space.check_path(path, float(rho))
     evaluate = differentiable_loss(loss, space.batch, manifold)
     return ascend(
         evaluate, space, rho=rho, steps=steps, restarts=restarts, path=path, generator=generator, progress=progress

@@ -13,8 +13,8 @@ from tests.cases import FIXED_RANK_OPERATIONS, Operation
 from tests.strategies import Case, adaptive, fixed_rank, group_element
 
 WELL = {"condition": 10.0, "gauge": 2.0}
-# With cond(a) = 1e4 the moved arrays hold the moved point to eps cond(a) = 2e-12 only, and the result
-# loses as much when it is moved back. What is left, a factor 50, is all that the operations may add.
+# Inherent at cond(a) = 1e4: moving a point and back by `action` alone loses a multiple of eps cond(a) = 2e-12,
+# measured 3e-11 over 300 draws. With an operation between, the results differ by 1.4e-11 at most.
 ROUNDING = 1e-10
 
 

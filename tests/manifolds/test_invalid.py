@@ -76,6 +76,7 @@ def test_checks_refuse_a_number_that_is_not_finite(bad: float) -> None:
     ok, reason = M.check_point_on_manifold(x, explain=True)
     assert not ok
     assert "expected finite factors, got NaN or Inf" in reason
+    assert M.deficient(x).tolist() == [False, False, False]  # another reason, and another remedy
     with pytest.raises(ValueError, match="expected finite factors"):
         M.assert_check_point_on_manifold(x)
 

@@ -12,7 +12,7 @@ from quotient_nets.manifolds import AdaptiveEuclidean, InvariantFixedRank
 from tests.cases import FIXED_RANK_OPERATIONS, Operation, draw, each_operation
 from tests.strategies import Case, adaptive, fixed_rank, orthogonal
 
-FLOAT32 = 1e-4  # eps cond(G) = 4e-6 at cond(X) 1e3; measured below 5e-6
+FLOAT32 = 1e-5  # eps cond(G) = 4e-6 at balanced points with cond(X) = 1e3; measured 5e-7 at most
 HALF = {torch.bfloat16: 0.1, torch.float16: 0.02}  # the results are rounded to 8 and 11 bits
 
 

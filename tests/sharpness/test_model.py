@@ -487,9 +487,10 @@ def test_one_forward_and_one_backward_pass_for_each_step(model) -> None:
     passes = []
     model.head.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     model_sharpness(model, mse, [tokens()], rho=0.1, steps=20, check=False)
-    # Two to see that the loss is deterministic, one at the point itself; the last needs no gradient
+    # Two to see that the loss is deterministic, one at the point itself; all in one grad mode, since torch's fast path
+    # without gradients computes another function of padded tokens
     assert len(passes) == 2 + 1 + 20
-    assert sum(passes) == 20
+    assert all(passes)
 
 
 def test_settings_say_what_was_measured(model) -> None:
