@@ -246,7 +246,8 @@ class InvariantFixedRank(FixedRank):
         r"""Exact geodesic, in closed form, at time 1.
 
         With :math:`W = u_G S^{-1} G^\top`, :math:`G(t) = e^{t (W - W^\top)} e^{t W^\top} G`, evaluated in the
-        ``2r``-dimensional span of ``G`` and ``u_G``; likewise for ``H``.
+        ``2r``-dimensional span of ``G`` and ``u_G``; likewise for ``H``. Accurate to 1e-7 for steps of norm up to 30 in
+        float64; beyond, the growing and the decaying part of the exponential cancel.
 
         Args:
             x: Point.
