@@ -189,18 +189,25 @@ def velocity_exponential(a: Tensor, a_star: Tensor, b: Tensor, radius: float | N
         return _matrix_exponential(a, a_star, b)
     omega, c = a - a_star, b - times(a_star, a)
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    # f1 = sum P_k / k! - I, f2 = sum P_(k-1) / k! - I, e = exp(a_star) - I
-    before, power, star = eye, omega, a_star
-    f1, f2, e = omega, torch.zeros_like(a), a_star
-    factorial = 1.0
+    # f1 = sum Q_k - I, f2 = sum Q_(k-1) / k - I with Q_k = P_k / k!, e = exp(a_star) - I by Horner's scheme
+    before, power = eye.expand_as(omega), omega
+    f1, f2, e = omega, torch.zeros_like(a), a_star / degree
     for k in range(2, degree + 1):
-        factorial *= k
-        f2 = f2 + power / factorial
-        before, power = power, times(omega, power) - times(c, before)
-        star = times(star, a_star)
-        f1, e = f1 + power / factorial, e + star / factorial
+        f2 = torch.add(f2, power, alpha=1 / k)
+        ahead = times(omega, power)
+        before, power = power, _add_product(ahead, c, before, 1 / k, -1 / (k * (k - 1)))
+        f1 = f1 + power
+        step = degree + 1 - k
+        e = _add_product(a_star, a_star, e, 1 / step, 1 / step)
     m2 = f2 + e + times(f2, e)
     return f1 + e + times(f1, e) - a - times(a, m2), m2
+
+
+def _add_product(y: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+    """``beta y + alpha a b``, in one pass where there is one batch axis."""
+    if y.dim() == 3 and y.shape[-1] > 1:
+        return torch.baddbmm(y, a, b, beta=beta, alpha=alpha)
+    return beta * y + alpha * times(a, b)
 
 
 def _matrix_exponential(a: Tensor, a_star: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

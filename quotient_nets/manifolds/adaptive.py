@@ -193,5 +193,5 @@ def _nonzero(x: Tensor) -> tuple[Tensor, Tensor]:
 def _log_ratio(x: Tensor, y: Tensor) -> Tensor:
     """``log(y / x)``, 0 where both are zero."""
     denominator, zero = _nonzero(x)
-    # 1 where both are zero, 0 / 0 where only x is; in the dtype of the arguments
-    return torch.log(torch.where(zero, torch.where(y == 0, 1.0, y * torch.nan), y / denominator))
+    constant = torch.where(y == 0, 1.0, torch.nan).to(y.dtype)  # where x is zero
+    return torch.log(torch.where(zero, constant, y / denominator))
