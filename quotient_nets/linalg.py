@@ -189,14 +189,15 @@ def velocity_exponential(a: Tensor, a_star: Tensor, b: Tensor, radius: float | N
         return _matrix_exponential(a, a_star, b)
     omega, c = a - a_star, b - times(a_star, a)
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    # f1 = sum Q_k - I, f2 = sum Q_(k-1) / k - I with Q_k = P_k / k!, e = exp(a_star) - I by Horner's scheme
+    # f1 = sum P_k / k! - I, f2 = sum P_(k-1) / k! - I, e = exp(a_star) - I by Horner's scheme. The factorials stay outside
+    # P_k: inside, its entries would soon be denormal numbers, and ten times slower.
     before, power = eye.expand_as(omega), omega
     f1, f2, e = omega, torch.zeros_like(a), a_star / degree
     for k in range(2, degree + 1):
-        f2 = torch.add(f2, power, alpha=1 / k)
+        f2 = torch.add(f2, power, alpha=1 / math.factorial(k))
         ahead = times(omega, power)
-        before, power = power, _add_product(ahead, c, before, 1 / k, -1 / (k * (k - 1)))
-        f1 = f1 + power
+        before, power = power, _add_product(ahead, c, before, 1.0, -1.0)
+        f1 = torch.add(f1, power, alpha=1 / math.factorial(k))
         step = degree + 1 - k
         e = _add_product(a_star, a_star, e, 1 / step, 1 / step)
     m2 = f2 + e + times(f2, e)
