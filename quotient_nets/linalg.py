@@ -189,8 +189,8 @@ def velocity_exponential(a: Tensor, a_star: Tensor, b: Tensor, radius: float | N
         return _matrix_exponential(a, a_star, b)
     omega, c = a - a_star, b - times(a_star, a)
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    # f1 = sum P_k / k! - I, f2 = sum P_(k-1) / k! - I, e = exp(a_star) - I by Horner's scheme. The factorials stay outside
-    # P_k: inside, its entries would soon be denormal numbers, and ten times slower.
+    # f1 = sum P_k / k! - I, f2 = sum P_(k-1) / k! - I, e = exp(a_star) - I by Horner's scheme. The factorials stay
+    # outside P_k: inside, its entries would soon be denormal numbers, and ten times slower.
     before, power = eye.expand_as(omega), omega
     f1, f2, e = omega, torch.zeros_like(a), a_star / degree
     for k in range(2, degree + 1):
