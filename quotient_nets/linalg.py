@@ -1,4 +1,4 @@
-r"""Batched algebra of a pair of tall factors: the frame, Gram matrices, the exponential's recurrence.
+r"""Batched algebra of a pair of tall factors: the frame, Gram matrices.
 
 A pair :math:`G \in \mathbb{R}^{n \times r}`, :math:`H \in \mathbb{R}^{m \times r}` of full rank stands for
 :math:`X = G H^\top = g \operatorname{diag}(s) h^\top`, a thin singular value decomposition. The orthonormal
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 CHUNK = 16  # factors cast to float64 at a time: casting a whole stack costs more than the algebra
-MAX_DEGREE = 24  # of the Taylor recurrence; longer steps go to `torch.matrix_exp`
 
 
 def gram(a: Tensor, b: Tensor) -> Tensor:
@@ -29,18 +28,23 @@ def gram(a: Tensor, b: Tensor) -> Tensor:
     return a.mT @ b
 
 
-def times(a: Tensor, b: Tensor) -> Tensor:
+def times(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Matrix product; scaling where ``b`` is a scalar ``(..., 1, 1)`` or the diagonal ``(..., 1, r)``."""
     if b.shape[-2] == 1:
-        return a * b
-    return a @ b
+        return torch.mul(a, b, out=out)
+    return torch.matmul(a, b, out=out)
 
 
-def times_transposed(a: Tensor, b: Tensor) -> Tensor:
+def times_transposed(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     r"""Matrix product :math:`a b^\top`, for ``b`` as in :func:`times`."""
-    if b.shape[-2] == 1:
-        return a * b
-    return a @ b.mT
+    return times(a, b if b.shape[-2] == 1 else b.mT, out=out)
+
+
+def add_product(y: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, *, out: Tensor | None = None) -> Tensor:
+    """``y + alpha a b``, in one pass where there is one batch axis; ``out`` may be ``y``."""
+    if y.dim() == a.dim() == b.dim() == 3 and b.shape[-2] > 1:
+        return torch.baddbmm(y, a, b, alpha=alpha, out=out)
+    return torch.add(y, times(a, b), alpha=alpha, out=out)
 
 
 class Frame(NamedTuple):
@@ -146,82 +150,6 @@ def _scalar_frame(g: Tensor, h: Tensor) -> Frame:
     norm_h = torch.linalg.vector_norm(h, dim=-2, keepdim=True) * sign
     spectrum = (norm_g * norm_h).squeeze(-2)
     return Frame(g / norm_g, h / norm_h, spectrum, 1 / norm_g, 1 / norm_h, norm_g, norm_h)
-
-
-def taylor_degree(radius: float, tolerance: float) -> int:
-    r"""Least ``d`` with :math:`(2\rho)^{d+1} / (d+1)! \le` ``tolerance``, or a number above ``MAX_DEGREE``."""
-    term, degree = 2 * radius, 0
-    while not term <= tolerance and degree <= MAX_DEGREE:
-        degree += 1
-        term *= 2 * radius / (degree + 1)
-    return max(degree, 1)
-
-
-def velocity_exponential(a: Tensor, a_star: Tensor, b: Tensor, radius: float | None = None) -> tuple[Tensor, Tensor]:
-    r"""Coefficients of the geodesic of the right-invariant metric that starts at ``g`` with velocity ``v``.
-
-    With :math:`S = g^\top g`, :math:`a = S^{-1} g^\top v`, :math:`a_* = S^{-1} v^\top g`,
-    :math:`b = S^{-1} v^\top v`, the end point is
-
-    .. math:: [g, v] \exp\begin{pmatrix} -a_* & -b \\ I & a \end{pmatrix}_{[:, :r]} \exp(a_*)
-              = g + v + g\,m_1 + v\,m_2 .
-
-    In the basis ``[g, v - g a]`` the generator is :math:`[[\Omega, -C], [I, 0]]` with :math:`\Omega = a - a_*` and
-    :math:`C = b - a_* a`, so the first column of its powers obeys the recurrence
-    :math:`P_k = \Omega P_{k-1} - C P_{k-2}` and the generator itself is never formed.
-
-    Args:
-        a: :math:`S^{-1} g^\top v`, ``(..., r, r)``.
-        a_star: :math:`S^{-1} v^\top g`, not the transpose of ``a`` unless ``S = I``.
-        b: :math:`S^{-1} v^\top v`.
-        radius: Upper bound on the norm of ``v`` in the metric, known to the caller; the Taylor recurrence then has
-            the degree that this bound needs. None, or a long step, takes ``torch.matrix_exp`` in float64.
-
-    Returns:
-        ``(m1, m2)``, both of order one in ``v`` or higher, so short steps lose no digits.
-
-    Cost: four products of ``r x r`` matrices for each degree: 5 degrees at ``radius`` .1, 8 at .5, 16 at 2 in float32.
-    """
-    degree = None
-    if radius is not None:
-        degree = taylor_degree(radius, torch.finfo(a.dtype).eps / 4)
-    if degree is None or degree > MAX_DEGREE:
-        return _matrix_exponential(a, a_star, b)
-    omega, c = a - a_star, b - times(a_star, a)
-    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    # f1 = sum P_k / k! - I, f2 = sum P_(k-1) / k! - I, e = exp(a_star) - I by Horner's scheme. The factorials stay
-    # outside P_k: inside, its entries would soon be denormal numbers, and ten times slower.
-    before, power = eye.expand_as(omega), omega
-    f1, f2, e = omega, torch.zeros_like(a), a_star / degree
-    for k in range(2, degree + 1):
-        f2 = torch.add(f2, power, alpha=1 / math.factorial(k))
-        ahead = times(omega, power)
-        before, power = power, _add_product(ahead, c, before, 1.0, -1.0)
-        f1 = torch.add(f1, power, alpha=1 / math.factorial(k))
-        step = degree + 1 - k
-        e = _add_product(a_star, a_star, e, 1 / step, 1 / step)
-    m2 = f2 + e + times(f2, e)
-    return f1 + e + times(f1, e) - a - times(a, m2), m2
-
-
-def _add_product(y: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
-    """``beta y + alpha a b``, in one pass where there is one batch axis."""
-    if y.dim() == 3 and y.shape[-1] > 1:
-        return torch.baddbmm(y, a, b, beta=beta, alpha=alpha)
-    return beta * y + alpha * times(a, b)
-
-
-def _matrix_exponential(a: Tensor, a_star: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    dtype, r = a.dtype, a.shape[-1]
-    a, a_star, b = a.double(), a_star.double(), b.double()
-    eye = torch.eye(r, dtype=a.dtype, device=a.device)
-    top = torch.cat([a - a_star, times(a_star, a) - b], dim=-1)
-    bottom = torch.cat([eye.expand_as(a), torch.zeros_like(a)], dim=-1)
-    f1, f2 = torch.matrix_exp(torch.cat([top, bottom], dim=-2)).narrow(-1, 0, r).split(r, dim=-2)
-    e = torch.matrix_exp(a_star)
-    m2 = f2 @ e
-    m1 = f1 @ e - times(a, m2)
-    return (m1 - eye).to(dtype), (m2 - eye).to(dtype)
 
 
 def inverse_action(y: Tensor, defect: Tensor | None) -> Tensor:

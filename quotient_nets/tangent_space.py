@@ -12,7 +12,8 @@ Used by sharpness and by our manifolds. Knows ``geoopt.Manifold``, no concrete m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any, Protocol, cast
 
 import geoopt
 import torch
@@ -22,6 +23,14 @@ SPEED_TOLERANCE = 1e-3  # of the measured velocity of a path at 0, relative to t
 
 Checked = tuple[bool, str | None]
 """Whether something holds, and why not. What geoopt's checks return; they declare a bool."""
+
+
+class PathGradient(Protocol):
+    """From the Euclidean gradient of a function at the end of a path to its Riemannian gradient at the start."""
+
+    def __call__(self, slope: Tensor, out: Tensor | None = None) -> Tensor:
+        """Gradient in coordinates, written into ``out`` if there is one."""
+        ...
 
 
 class TangentSpace(ABC):
@@ -70,6 +79,30 @@ class TangentSpace(ABC):
             radius: Upper bound on the norm of ``c``, if the caller knows one; saves work, changes no result.
         """
 
+    def follow(
+        self, c: Tensor, path: str, radius: float | None = None, out: Tensor | None = None
+    ) -> tuple[Tensor, PathGradient]:
+        """Point that the path reaches, and how gradients come back from it. Never in a graph of autograd.
+
+        Args:
+            c: Velocity at time 0, in coordinates.
+            path: Name of the path, as for :meth:`move`.
+            radius: Upper bound on the norm of ``c``.
+            out: Where to write the point; saves an allocation, which for a whole model costs more than the arithmetic.
+
+        Returns:
+            ``y = move(c)`` and the map from the Euclidean gradient of a function ``f`` at ``y`` to the Riemannian
+            gradient of ``f(move(c))`` as a function of ``c``, in coordinates. Here by autograd.
+        """
+        with torch.enable_grad():
+            c = c.detach().requires_grad_()
+            y = self.move(c, path, radius)
+
+        def gradient(slope: Tensor, out: Tensor | None = None) -> Tensor:
+            return written(self.gradient(torch.autograd.grad(y, c, slope.expand_as(y))[0]), out)
+
+        return written(y.detach(), out), gradient
+
     def pull_gradient(self, e: Tensor) -> Tensor:
         """Derivatives with respect to coordinates, from the Euclidean gradient ``e`` of the loss at ``x``."""
         return e
@@ -94,6 +127,20 @@ class TangentSpace(ABC):
         """Figures by which a reader can judge a result that was found with ``c``: name -> value for each point."""
         residual = self.norm(c - self.project(c)) / self.norm(c)
         return {"horizontality_residual": residual.reshape(self.batch)}
+
+
+def written(value: Tensor, out: Tensor | None) -> Tensor:
+    """``value``, in ``out`` if there is one."""
+    if out is None:
+        return value
+    copy_all([(out, value)])
+    return out
+
+
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second of each pair into the first: on a device one launch for all, and known to fake tensors."""
+    targets, sources = map(list, zip(*pairs, strict=True))
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]  # as torch.optim does
 
 
 class EmbeddedTangentSpace(TangentSpace):

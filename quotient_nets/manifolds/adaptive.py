@@ -14,7 +14,7 @@ from geoopt.utils import size2shape
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.tangent_space import TangentSpace, manifold_tensor
+from quotient_nets.tangent_space import PathGradient, TangentSpace, manifold_tensor, written
 
 
 class AdaptiveEuclidean(geoopt.Manifold):
@@ -177,6 +177,18 @@ class AdaptiveTangentSpace(TangentSpace):
         if path == "expmap":
             return self.x * torch.exp(c * self.x.sign())
         raise ValueError(f"expected a path 'retr' or 'expmap' of AdaptiveEuclidean, got {path!r}")
+
+    @override
+    def follow(
+        self, c: Tensor, path: str, radius: float | None = None, out: Tensor | None = None
+    ) -> tuple[Tensor, PathGradient]:
+        y = torch.addcmul(self.x, c, self.magnitude, out=out) if path == "retr" else written(self.move(c, path), out)
+        speed = self.magnitude if path == "retr" else y.abs()
+
+        def gradient(slope: Tensor, out: Tensor | None = None) -> Tensor:
+            return torch.mul(slope, speed, out=out)
+
+        return y, gradient
 
     @override
     def certificates(self, c: Tensor) -> dict[str, Tensor]:

@@ -10,21 +10,25 @@ Imports: torch, :mod:`quotient_nets.linalg`, :mod:`quotient_nets.tangent_space`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from quotient_nets.linalg import (
     Frame,
+    add_product,
     gram,
     inverse_action,
     solve_by_correction,
     times,
     times_transposed,
-    velocity_exponential,
 )
-from quotient_nets.tangent_space import TangentSpace
+from quotient_nets.manifolds.exponential import Pullback, velocity_exponential, velocity_exponential_vjp
+from quotient_nets.tangent_space import PathGradient, TangentSpace, written
 
+UNKNOWN_PATH = "expected a path 'retr', 'second_order' or 'expmap', got {!r}"
 CORRECTIONS = 2  # derivatives of the projection with respect to the point that are exact
 
 
@@ -116,6 +120,52 @@ class InvariantTangentSpace(TangentSpace):
         step_h = _step(path, self.h, ch, self.defect_h, self.frame.push_h, radius)
         return _stack(xg + step_g, xh + step_h)
 
+    @override
+    def follow(
+        self, c: Tensor, path: str, radius: float | None = None, out: Tensor | None = None
+    ) -> tuple[Tensor, PathGradient]:
+        if self.defect_g is not None:
+            return super().follow(c, path, radius, out)
+        if path == "retr":
+
+            def straight(slope: Tensor, out: Tensor | None = None) -> Tensor:
+                return written(self.project(self.pull_gradient(slope)), out)
+
+            return torch.add(self.x, self.vector(c), out=out), straight
+        bases, parts, pushes = (self.g, self.h), self._split(c), (self.frame.push_g, self.frame.push_h)
+        # Both sides in one batch: half the calls, and the coefficients do not know the number of rows.
+        a, b = _pairs(gram, bases, parts), _pairs(gram, parts, parts)
+        m1, m2, pullback = _coefficients(path, a.flatten(0, -3), b.flatten(0, -3), radius)
+        eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+        m1, m2 = m1.view(a.shape), m2.view(a.shape) + eye
+        inner, outer = (tuple(map(times, m.unbind(), pushes)) for m in (m1, m2))
+        y = torch.empty_like(c) if out is None else out
+        for target, x, *terms in zip(self._split(y), self._split(self.x), bases, inner, parts, outer, strict=True):
+            add_product(add_product(x, *terms[:2], out=target), *terms[2:], out=target)
+
+        def gradient(slope: Tensor, out: Tensor | None = None) -> Tensor:
+            slopes = self._split(slope)
+            along, across = _pairs(gram, bases, slopes), _pairs(gram, parts, slopes)
+            m1_bar, m2_bar = (
+                torch.stack(tuple(map(times_transposed, bar.unbind(), pushes))).flatten(0, -3)
+                for bar in (along, across)
+            )
+            a_bar, a_star_bar, b_bar = pullback(m1_bar, m2_bar)
+            a_bar, b_bar = a_bar + a_star_bar.mT, b_bar + b_bar.mT
+            # What the gradient is along the bases needs no product with them, so the horizontal projection is free.
+            known = add_product(a_bar, a.flatten(0, -3), b_bar).view(a.shape)
+            left, right = map(torch.add, known.unbind(), map(times_transposed, along.unbind(), outer))
+            z = (self.ratio * right - left.mT) / (1 + self.ratio.square())
+            a_bar = a_bar.view(a.shape) + torch.stack((z.mT, -self.ratio * z))
+            e = torch.empty_like(c) if out is None else out
+            rows = zip(self._split(e), slopes, outer, bases, a_bar.unbind(), parts, b_bar.view(a.shape), strict=True)
+            for target, part, n, *terms in rows:
+                times_transposed(part, n, out=target)
+                add_product(add_product(target, *terms[:2], out=target), *terms[2:], out=target)
+            return e
+
+        return y, gradient
+
     def lift(self, g: Tensor, h: Tensor, vg: Tensor, vh: Tensor) -> Tensor:
         r"""Coordinates of the horizontal lift of the projected tangent :math:`v_G H^\top + G v_H^\top`.
 
@@ -140,8 +190,14 @@ class InvariantTangentSpace(TangentSpace):
     @override
     def certificates(self, c: Tensor) -> dict[str, Tensor]:
         s = self.frame.spectrum
-        gap = -(s.diff(dim=-1) / s[..., :-1]).amax(-1) if s.shape[-1] > 1 else torch.ones_like(s[..., 0])
-        return super().certificates(c) | {"condition_number": s[..., 0] / s[..., -1], "spectral_gap": gap}
+        first, last = s.select(-1, 0), s.select(-1, -1)
+        relative = -s.diff(dim=-1) / s.narrow(-1, 0, s.shape[-1] - 1)
+        gap = relative.amin(-1) if s.shape[-1] > 1 else torch.ones_like(first)
+        return super().certificates(c) | {"condition_number": first / last, "spectral_gap": gap}
+
+
+def _pairs(function: Callable[[Tensor, Tensor], Tensor], left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+    return torch.stack(tuple(map(function, left, right)))
 
 
 def _stack(g: Tensor, h: Tensor) -> Tensor:
@@ -174,5 +230,22 @@ def _step(path: str, g: Tensor, c: Tensor, defect: Tensor | None, push: Tensor, 
     elif path == "second_order":
         m1, m2 = -b / 2, (a + a_star) / 2
     else:
-        raise ValueError(f"expected a path 'retr', 'second_order' or 'expmap', got {path!r}")
+        raise ValueError(UNKNOWN_PATH.format(path))
     return times(c, push) + times(g, times(m1, push)) + times(c, times(m2, push))
+
+
+def _coefficients(path: str, a: Tensor, b: Tensor, radius: float | None) -> tuple[Tensor, Tensor, Pullback]:
+    """Coefficients of the path from an orthonormal factor, and the adjoint of their derivative.
+
+    Raises:
+        ValueError: There is no path of this name.
+    """
+    if path == "expmap":
+        return velocity_exponential_vjp(a, a.mT, b, radius)
+    if path != "second_order":
+        raise ValueError(UNKNOWN_PATH.format(path))
+
+    def pullback(m1_bar: Tensor, m2_bar: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return m2_bar / 2, m2_bar / 2, m1_bar / -2
+
+    return -b / 2, (a + a.mT) / 2, pullback

@@ -11,7 +11,7 @@ Knows parameter names, shapes and views, no module class and no manifold.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from quotient_nets.parameters.views import Pair, View
+from quotient_nets.tangent_space import copy_all
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,14 @@ class Layout:
         """A view of one of the parameters inside ``flat``, ``(..., head, group, row, rank)``; shares its memory."""
         return view.strided(self.entries[view.parameter].read(flat))
 
+    def store(self, flat: Tensor, parameters: Iterable[Tensor | None]) -> Tensor:
+        """Write the parameters, in stored order, into ``flat``; zeros where there is none."""
+        pairs = [(entry.read(flat), t) for entry, t in zip(self.entries.values(), parameters, strict=True)]
+        for target in (target for target, tensor in pairs if tensor is None):
+            target.zero_()
+        copy_all([(target, tensor) for target, tensor in pairs if tensor is not None])
+        return flat
+
     def gather(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Blocks ``(..., heads, n + m, rank)`` and, last, the rest ``(..., size)``, as copies; differentiable."""
         return _Gather.apply(flat, self)  # pyright: ignore[reportReturnType]
@@ -134,9 +143,11 @@ class Layout:
 
     def copy(self, flat: Tensor, parts: Sequence[Tensor], *, gather: bool) -> None:
         """Copy all entries between a flat vector and the parts; ``gather`` says in which direction."""
+        pairs = self._aligned(flat, parts)
+        copy_all([(part, stored) if gather else (stored, part) for stored, part in pairs])
 
-        def move(stored: Tensor, block: Tensor) -> None:
-            (block if gather else stored).copy_(stored if gather else block)
+    def _aligned(self, flat: Tensor, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of ``flat`` and of the parts that hold the same entries."""
 
         def stored_view(view: View, run: Heads) -> Tensor:
             return self.read(flat, view).narrow(-4, run.first, run.count)
@@ -148,17 +159,17 @@ class Layout:
                 for view in run.pair.views:
                     stored = stored_view(view, run)
                     count = stored.shape[-3] * stored.shape[-2]
-                    move(stored, rows.narrow(-2, row, count).unflatten(-2, stored.shape[-3:-1]))
+                    yield stored, rows.narrow(-2, row, count).unflatten(-2, stored.shape[-3:-1])
                     row += count
                 head += run.count
         rest, at = parts[-1], 0
         for entry in self.whole:
-            move(flat.narrow(-1, entry.offset, entry.size), rest.narrow(-1, at, entry.size))
+            yield flat.narrow(-1, entry.offset, entry.size), rest.narrow(-1, at, entry.size)
             at += entry.size
         for view, run in self._loose_views:
             stored = stored_view(view, run)
             count = math.prod(stored.shape[-4:])
-            move(stored, rest.narrow(-1, at, count).unflatten(-1, stored.shape[-4:]))
+            yield stored, rest.narrow(-1, at, count).unflatten(-1, stored.shape[-4:])
             at += count
 
 

@@ -83,24 +83,27 @@ class ParameterManifold(geoopt.Manifold):
 
     # -- models ---------------------------------------------------------------------------------------------------
 
-    def pack(self, model: nn.Module | Mapping[str, Tensor]) -> Tensor:
+    def pack(self, model: nn.Module | Mapping[str, Tensor], *, check: bool = True) -> Tensor:
         """Point of a model, or of a dict of its parameters; a copy, detached.
+
+        Args:
+            model: The model, or its parameters by name.
+            check: Refuse invalid weights. False reads nothing back from a device; an invalid head then gives NaN.
 
         Raises:
             ValueError: A parameter is missing, has another shape, or is NaN or infinite; a head of a quotient block is
                 rank deficient. The message names the parameter, or the module and the head.
         """
         named = self._matching(model)
-        parts = []
-        for entry in self.entries:
-            tensor = named[entry.name]
-            if not bool(tensor.isfinite().all()):
+        tensors = [named[entry.name].detach() for entry in self.entries]
+        for entry, tensor in zip(self.entries, tensors, strict=True):
+            if check and not bool(tensor.isfinite().all()):
                 raise ValueError(
                     f"expected finite weights, parameter {entry.name} holds NaN or Inf. Repair the checkpoint."
                 )
-            parts.append(tensor.detach().flatten().to(self.dtype_of_points))
-        x = torch.cat(parts)
-        ok, reason = self._check_point_on_manifold(x)
+        x = torch.empty(self.layout.size, dtype=self.dtype_of_points, device=tensors[0].device)
+        self.layout.store(x, tensors)
+        ok, reason = self._check_point_on_manifold(x) if check else (True, None)
         if not ok:
             raise ValueError(reason)
         return x

@@ -6,16 +6,18 @@ is then a few products for each block, and one permutation where a point leaves 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from quotient_nets.parameters.layout import Layout
-from quotient_nets.tangent_space import TangentSpace
+from quotient_nets.tangent_space import PathGradient, TangentSpace
 
 MODEL_PATHS = ("exact", "second_order")
+Step = tuple[Tensor, str, float | None]
 
 
 class ParameterTangentSpace(TangentSpace):
@@ -89,14 +91,44 @@ class ParameterTangentSpace(TangentSpace):
 
     @override
     def move(self, c: Tensor, path: str, radius: float | None = None) -> Tensor:
-        moved = []
+        return self.layout.scatter([space.move(*step) for space, step in self._steps(c, path, radius)])
+
+    @override
+    def follow(
+        self, c: Tensor, path: str, radius: float | None = None, out: Tensor | None = None
+    ) -> tuple[Tensor, PathGradient]:
+        work = self.layout.parts(self._workspace)
+        steps = zip(self._steps(c, path, radius), work, strict=True)
+        gradients = [space.follow(*step, out=target)[1] for (space, step), target in steps]
+
+        def gradient(slope: Tensor, out: Tensor | None = None) -> Tensor:
+            self.layout.copy(slope.contiguous(), work, gather=True)
+            e = torch.empty_like(c) if out is None else out
+            targets = zip(self.layout.parts(e), gradients, work, self.scales, self.held, strict=True)
+            for target, own, part, scale, mask in targets:
+                own(part, out=target)
+                if scale != 1:
+                    target.div_(scale)
+                if mask is not None:
+                    target.mul_(mask)
+            return e
+
+        y = torch.empty_like(c) if out is None else out
+        self.layout.copy(y, work, gather=False)
+        return y, gradient
+
+    @cached_property
+    def _workspace(self) -> Tensor:
+        """Block order's scratch, written and read within one call: a fresh one costs more than what is done in it."""
+        return torch.empty_like(self.x)
+
+    def _steps(self, c: Tensor, path: str, radius: float | None) -> Iterator[tuple[TangentSpace, Step]]:
+        """Every component with the velocity, the path and the bound that are its own."""
         for space, part, scale, curved in zip(self.spaces, self.layout.parts(c), self.scales, self.curved, strict=True):
             own = path
             if path in MODEL_PATHS:
                 own = ("expmap" if path == "exact" else path) if curved else "retr"
-            bound = None if radius is None else radius / scale
-            moved.append(space.move(_scaled(part, 1 / scale), own, bound))
-        return self.layout.scatter(moved)
+            yield space, (_scaled(part, 1 / scale), own, None if radius is None else radius / scale)
 
     @override
     def origin(self) -> Tensor:

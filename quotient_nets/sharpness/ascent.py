@@ -9,7 +9,7 @@ Source: Croce and Hein (2020), with the corrections listed in ``docs/concepts/sh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,30 +90,76 @@ def choose(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.where(condition, a, b)
 
 
+class Workspace:
+    """Vectors that no state holds any more, to be written again.
+
+    A fresh vector as long as a model is paged in by the operating system, which costs more than the arithmetic that
+    fills it.
+
+    Args:
+        reuse_points: Write every point over the last; only for losses that keep none.
+    """
+
+    def __init__(self, *, reuse_points: bool = False):
+        self._vectors: list[Tensor] = []
+        self._point: Tensor | None = None
+        self._reuse_points = reuse_points
+
+    def vector(self, like: Tensor, held: Iterable[Tensor]) -> Tensor:
+        """An uninitialised vector that is none of those ``held``."""
+        taken = set(map(id, held))
+        for vector in self._vectors:
+            if id(vector) not in taken:
+                return vector
+        self._vectors.append(torch.empty_like(like))
+        return self._vectors[-1]
+
+    def point(self, like: Tensor) -> Tensor:
+        """An uninitialised point."""
+        if self._point is None or not self._reuse_points:
+            self._point = torch.empty_like(like)
+        return self._point
+
+
 def evaluate_along(
-    space: TangentSpace, evaluate: Evaluate, c: Tensor, path: str, rho: float, *, differentiate: bool = True
+    space: TangentSpace,
+    evaluate: Evaluate,
+    c: Tensor,
+    path: str,
+    rho: float,
+    *,
+    differentiate: bool = True,
+    point: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss at the end of the path, its Riemannian gradient as a function of ``c``, and whether the end point exists."""
-    with torch.set_grad_enabled(differentiate):
-        c = c.detach().requires_grad_(differentiate)
-        y = space.move(c, path, rho)
+    """Loss at the end of the path, its Riemannian gradient as a function of ``c``, and whether the end point exists.
+
+    The point and the gradient are written into ``point`` and ``out`` if these are given.
+    """
+    if differentiate:
+        y, gradient = space.follow(c, path, rho, out=point)
+    else:
+        y, gradient = space.move(c, path, rho), None
     # A sum sees every NaN and Inf in one pass that allocates nothing.
-    exists = y.detach().unsqueeze(-1).flatten(len(space.batch)).sum(-1).isfinite()
+    exists = y.unsqueeze(-1).flatten(len(space.batch)).sum(-1).isfinite()
     exists = exists.reshape(exists.shape + (1,) * (y.dim() - exists.dim()))
-    value, slope = evaluate(choose(exists, y.detach(), space.x), differentiate)
+    value, slope = evaluate(choose(exists, y, space.x), differentiate)
     ones = (1,) * space.ndim
     value, reached = value.reshape(space.batch + ones), exists.reshape(space.batch + ones)
-    if slope is None:
-        return value, torch.zeros_like(value), reached
-    (e,) = torch.autograd.grad(y, c, choose(exists, slope, torch.zeros_like(value).reshape(exists.shape)).expand_as(y))
-    return value, space.gradient(choose(reached, e, torch.zeros_like(value)).expand_as(c)), reached
+    zero = torch.zeros_like(value)
+    if slope is None or gradient is None:
+        return value, zero, reached
+    e = gradient(choose(exists, slope, zero.reshape(exists.shape)).expand_as(y), out=out)
+    return value, choose(reached, e, zero.expand_as(e)), reached
 
 
 def start(space: TangentSpace, value: Tensor, gradient: Tensor, c: Tensor, rho: float) -> AscentState:
     """State before the first step."""
     step = torch.full_like(value, 2 * rho)
     count = torch.zeros_like(value)
-    return AscentState(c, c, value, gradient, c, value, gradient, step, count, step, value, count, ~value.isfinite())
+    return AscentState(
+        c, c, value, gradient, c, value, gradient, step, count, step, value, count, value.isfinite().logical_not()
+    )
 
 
 def ascent_step(
@@ -126,6 +172,7 @@ def ascent_step(
     first: bool = False,
     last: bool = False,
     interval: int | None = None,
+    workspace: Workspace | None = None,
 ) -> AscentState:
     """One step of APGD, without a wait for a device.
 
@@ -138,19 +185,30 @@ def ascent_step(
         first: No momentum yet.
         last: The gradient at the new iterate is not needed.
         interval: Steps since the last checkpoint if this step ends at one.
+        workspace: Of this run; no two runs share one.
     """
+    work = Workspace() if workspace is None else workspace
+    held = (state.c, state.previous, state.gradient, state.best, state.best_gradient)
     norm = space.norm(state.gradient)
     stride = state.step / torch.where(norm > 0, norm, 1.0)
-    target = torch.addcmul(state.c, state.gradient, stride)
-    shrink = _shrink(space.norm(target), rho)
+    c = torch.addcmul(state.c, state.gradient, stride, out=work.vector(state.c, held))
+    shrink = _shrink(space.norm(c), rho)
     if first:
-        c = target * shrink
+        c.mul_(shrink)
     else:
         # c + share (target - c) + (1 - share) (c - previous), in one pass less than it has terms
-        moved = (target * (MOMENTUM * shrink)).add_(state.c, alpha=2 * (1 - MOMENTUM))
-        moved.sub_(state.previous, alpha=1 - MOMENTUM)
-        c = moved * _shrink(space.norm(moved), rho)
-    value, gradient, exists = evaluate_along(space, evaluate, c, path, rho, differentiate=not last)
+        c.mul_(MOMENTUM * shrink).add_(state.c, alpha=2 * (1 - MOMENTUM)).sub_(state.previous, alpha=1 - MOMENTUM)
+        c.mul_(_shrink(space.norm(c), rho))
+    value, gradient, exists = evaluate_along(
+        space,
+        evaluate,
+        c,
+        path,
+        rho,
+        differentiate=not last,
+        point=work.point(space.x),
+        out=work.vector(state.c, (*held, c)),
+    )
     better = exists & (value > state.best_value)
     if last:
         gradient = state.gradient
@@ -165,8 +223,8 @@ def ascent_step(
         best_gradient=choose(better, gradient, state.best_gradient),
         step=torch.where(exists, state.step, state.step / 2),
         improvements=state.improvements + (exists & (value > state.value)),
-        rejected=state.rejected + ~exists,
-        invalid=state.invalid | (exists & ~value.isfinite()) | ~norm.isfinite(),
+        rejected=state.rejected + exists.logical_not(),
+        invalid=state.invalid | (exists & value.isfinite().logical_not()) | norm.isfinite().logical_not(),
     )
     return state if interval is None else _reconsider(state, interval)
 

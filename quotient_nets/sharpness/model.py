@@ -142,7 +142,7 @@ def model_sharpness(
         done, proof = 0, None
         for index, batch in enumerate(batches):
             _fingerprint(fingerprint, batch)
-            evaluate = _evaluation(model, loss, batch, space)
+            evaluate = _evaluation(model, loss, batch, space, own)
             _check_determinism(evaluate, own, index)
             if index == 0 and check and any(block.quotient for block in space.blocks):
                 proof = check_invariance(space, model, loss, batch)
@@ -158,6 +158,7 @@ def model_sharpness(
                     path=path,
                     generator=generator,
                     progress=report,
+                    reuse_points=True,
                 )
                 results.append((result, _size(batch)))
                 done += restarts * steps
@@ -191,14 +192,19 @@ def _refuse_shuffling(batches: Any) -> None:
         )
 
 
-def _evaluation(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, space: ParameterManifold) -> Evaluate:
+def _evaluation(
+    model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, space: ParameterManifold, x: Tensor
+) -> Evaluate:
     half = any(entry.dtype.itemsize < WORKING.itemsize for entry in space.entries)
     # In half precision the rise of a loss is lost in the rounding of the loss.
     batch = map_tensors(_widened, batch) if half else batch
     fixed = {name: _widened(p.detach()) for name, p in model.named_parameters()} if half else {}
     buffers = {name: _widened(buffer) for name, buffer in model.named_buffers()}
+    joined = torch.empty_like(x)  # written anew by every evaluation
 
     def evaluate(y: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
+        values = space.unpack(y.detach(), dtype=y.dtype if half else None)
+
         def value_and_slope(substituted: nn.Module) -> tuple[Tensor, Tensor | None]:
             value = loss(substituted, batch)
             if not isinstance(value, Tensor) or value.shape != ():
@@ -206,21 +212,21 @@ def _evaluation(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any
                 raise ValueError(f"expected `loss(model, batch)` to return a scalar tensor, got {got}. Take the mean.")
             if not differentiate:
                 return value.detach(), None
-            slope = torch.autograd.grad(value, y, allow_unused=True)[0] if value.requires_grad else None
-            if slope is None:
+            slopes = value.requires_grad and torch.autograd.grad(value, list(values.values()), allow_unused=True)
+            if not slopes or all(slope is None for slope in slopes):
                 raise ValueError(
                     "expected the loss to depend differentiably on the parameters of the model it is given; it does "
                     "not. Call the first argument of `loss`, not a copy, and do not detach."
                 )
-            return value.detach(), slope
+            return value.detach(), space.layout.store(joined, slopes)
 
         # With gradients also where none is asked for: torch's fast path without them computes another function of
         # padded tokens. The backward pass runs at these parameters too: activation checkpoints call the model in it.
         with torch.enable_grad():
-            y = y.detach().requires_grad_()
-            values = fixed | space.unpack(y, dtype=y.dtype if half else None)
+            for value in values.values():
+                value.requires_grad_()
             copies = {name: buffer.clone() for name, buffer in buffers.items()}
-            return at_parameters(model, values, value_and_slope, buffers=copies)
+            return at_parameters(model, fixed | values, value_and_slope, buffers=copies)
 
     return evaluate
 

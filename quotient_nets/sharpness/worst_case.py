@@ -19,6 +19,7 @@ from torch import Tensor
 from quotient_nets.sharpness.ascent import (
     AscentState,
     Evaluate,
+    Workspace,
     ascent_step,
     checkpoints,
     evaluate_along,
@@ -127,8 +128,11 @@ def ascend(
     path: str,
     generator: torch.Generator | None = None,
     progress: Callable[[int, int], None] | None = None,
+    reuse_points: bool = False,
 ) -> Sharpness:
     """Sharpness by APGD in a prepared tangent space; arguments as for :func:`worst_case_sharpness`.
+
+    With ``reuse_points`` every point that ``evaluate`` sees is written over the last one.
 
     Raises:
         ValueError: The loss is NaN or infinite at a point of the ball.
@@ -149,7 +153,19 @@ def ascend(
     best: tuple[AscentState, Tensor] | None = None
     for restart in range(restarts):
         report = None if progress is None else _offset(progress, restart * steps, restarts * steps)
-        found = _run(evaluate, space, base, gradient, rho, steps, path, restart > 0, generator, report)
+        found = _run(
+            evaluate,
+            space,
+            base,
+            gradient,
+            rho,
+            steps,
+            path,
+            restart > 0,
+            generator,
+            report,
+            Workspace(reuse_points=reuse_points),
+        )
         best = found if best is None else _better(best, found)
     assert best is not None
     state, history = best
@@ -192,6 +208,7 @@ def _run(
     from_random: bool,
     generator: torch.Generator,
     progress: Callable[[int, int], None] | None,
+    workspace: Workspace,
 ) -> tuple[AscentState, Tensor]:
     """One start of the ascent: its last state, and the best increase after each step."""
     c, value = space.origin(), base
@@ -216,6 +233,7 @@ def _run(
             first=k == 1,
             last=k == steps,
             interval=intervals.get(k),
+            workspace=workspace,
         )
         history.append((state.best_value - base).reshape(space.batch))
         if progress is not None:

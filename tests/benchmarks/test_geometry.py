@@ -38,6 +38,10 @@ def forward_and_backward(path: Callable[[Tensor], Tensor], u: Tensor, slope: Ten
     torch.autograd.grad(path(u), u, slope)
 
 
+def follow_and_return(space: InvariantTangentSpace, path: str, c: Tensor, slope: Tensor, radius: float) -> None:
+    space.follow(c, path, radius)[1](slope)
+
+
 def chunks(run: Callable[[], object]) -> None:
     for _ in range(PAIRS // CHUNK):
         run()
@@ -55,12 +59,15 @@ def test_exact_exponential_against_second_order(report: Callable[[str], None]) -
             move = partial(space.move, path=path, radius=length)
             runs[f"{path} f"] = partial(chunks, partial(move, c))
             runs[f"{path} f+b"] = partial(chunks, partial(forward_and_backward, move, c, slope))
+            runs[f"{path} ascent"] = partial(chunks, partial(follow_and_return, space, path, c, slope, length))
         times = side_by_side(runs, repeats=7)
         rows[f"length {length:g}"] = {
             "second f s": times["second_order f"],
             "exact/second f": times["expmap f"] / times["second_order f"],
             "second f+b s": times["second_order f+b"],
             "exact/second f+b": times["expmap f+b"] / times["second_order f+b"],
+            "second ascent s": times["second_order ascent"],
+            "exact/second ascent": times["expmap ascent"] / times["second_order ascent"],
             "goal": "<= 2.5" if length > 0.5 else "<= 2",
         }
     report(table(f"(a) in the tangent space, {2 * PAIRS} factors {ROWS}x{RANK}", rows))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_nets import AdaptiveEuclidean, InvariantFixedRank, parameter_manifold
-from quotient_nets.sharpness.ascent import ascent_step, start
+from quotient_nets.sharpness.ascent import Workspace, ascent_step, start
 from quotient_nets.tangent_space import TangentSpace
 from tests.benchmarks.timing import side_by_side, table
 
@@ -41,7 +41,7 @@ def one_step(model: nn.Module, attention: type[geoopt.Manifold], path: str) -> C
     c, before = (0.9 * RADIUS * tangent.random(torch.Generator().manual_seed(seed)) for seed in (0, 1))
     state = start(tangent, torch.zeros(1), gradient, c, RADIUS)
     state = type(state)(**(vars(state) | {"previous": before}))
-    return partial(ascent_step, tangent, evaluate, state, path=path, rho=RADIUS)
+    return partial(ascent_step, tangent, evaluate, state, path=path, rho=RADIUS, workspace=Workspace(reuse_points=True))
 
 
 @pytest.mark.parametrize("layers", [1])

@@ -1,17 +1,14 @@
 """Laws of the paths that leave a point with a given velocity, and of transport."""
 
-import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import jvp
 from torch.testing import assert_close
 
-from quotient_nets.linalg import MAX_DEGREE, taylor_degree
 from quotient_nets.manifolds import FixedRank, InvariantFixedRank
 from quotient_nets.manifolds.base import QuotientManifold
 from tests.strategies import Case, fixed_rank, points
@@ -77,28 +74,6 @@ def test_geodesic_continues_itself(case: Case) -> None:
 def test_geodesic_in_float32_is_that_in_float64(case: Case) -> None:
     m, x, u = case.manifold, case.x, case.horizontal()
     case.assert_equal(m.expmap(x, u).double(), m.expmap(x.double(), u.double()), ROUNDING_32)
-
-
-@given(fixed_rank(), st.sampled_from([1.0, 3.0, 100.0]))
-def test_taylor_recurrence_equals_matrix_exponential(case: Case, radius: float) -> None:
-    m, x, u = case.manifold, case.x, case.horizontal()  # |u| <= 1
-    case.assert_equal(m.expmap(x, u, radius=radius), m.expmap(x, u), ROUNDING)
-
-
-@pytest.mark.parametrize("radius", [1e3, math.inf])
-def test_a_step_of_any_length_has_a_degree(radius: float) -> None:
-    assert taylor_degree(radius, 1e-17) > MAX_DEGREE
-
-
-@pytest.mark.parametrize("r", [1, 3])
-@pytest.mark.parametrize("length", [1e-8, 0.1, 0.5, 2.0])
-def test_taylor_recurrence_is_exact_to_its_radius(length: float, r: int) -> None:
-    m = InvariantFixedRank(5, 4)
-    x = m.canonicalize(torch.randn(9, r, dtype=torch.float64))[0]
-    u = m.proju(x, torch.randn_like(x))
-    u = length * u / m.norm(x, u)
-    rounding = 1e-13 * length + 1e-15  # of the step and of the point
-    assert_close(m.expmap(x, u, radius=length), m.expmap(x, u), rtol=0, atol=rounding)
 
 
 class Textbook(FixedRank):

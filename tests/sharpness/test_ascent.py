@@ -166,12 +166,8 @@ def test_gradient_along_the_path_is_that_of_central_differences() -> None:
 
 # -- nothing waits for the data ----------------------------------------------------------------------------------------
 
-CUDA = pytest.mark.skipif(
-    not torch.backends.cuda.is_built(), reason="autograd on fake CUDA tensors aborts a build of torch without CUDA"
-)
 
-
-@pytest.fixture(params=["meta", "fake cpu", pytest.param("fake cuda", marks=CUDA)])
+@pytest.fixture(params=["meta", "fake cpu", "fake cuda"])
 def dataless(request: pytest.FixtureRequest) -> Iterator[str]:
     """Device of tensors without data: reading one raises, and so does mixing meta or CUDA tensors with others."""
     fake: AbstractContextManager = FakeTensorMode() if "fake" in request.param else nullcontext()
@@ -193,13 +189,8 @@ def test_a_step_reads_no_data_on_the_adaptive_metric(dataless: str, path: str) -
 
 def check_dataless(space: TangentSpace, path: str) -> None:
     def evaluate(y: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
-        with torch.enable_grad():
-            y = y.detach().requires_grad_(differentiate)
-            value = y.square().sum((-2, -1))
-            if not differentiate:
-                return value.detach(), None
-            (slope,) = torch.autograd.grad(value.sum(), y)
-        return value.detach(), slope
+        # By hand: torch's engine aborts for fake CUDA tensors where the wheel has no CUDA.
+        return y.square().sum((-2, -1)), 2 * y if differentiate else None
 
     value, slope = evaluate(space.x, True)
     assert slope is not None
