@@ -67,7 +67,7 @@ def velocity_exponential(a: Tensor, a_star: Tensor, b: Tensor, radius: float | N
     Returns:
         ``(m1, m2)``, both of order one in ``v`` or higher, so short steps lose no digits. Differentiable.
 
-    Cost: in float32, 17, 24 and 36 products of ``r x r`` matrices at ``radius`` .1, .5 and 2.
+    Cost: in float32, 15, 22 and 34 products of ``r x r`` matrices at ``radius`` .1, .5 and 2.
     """
     weights = _weights(a, radius)
     if weights is None or radius is None:

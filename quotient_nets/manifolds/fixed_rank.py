@@ -252,7 +252,7 @@ class InvariantFixedRank(FixedRank):
         Args:
             x: Point.
             u: Horizontal vector.
-            radius: Upper bound on the norm of ``u``, if known: a Taylor recurrence of that degree then replaces
+            radius: Upper bound on the norm of ``u``, if known: a series of just the degree it needs replaces
                 ``torch.matrix_exp``.
         """
         return self._follow(x, u, "expmap", radius)

@@ -115,8 +115,8 @@ def model_sharpness(
             scalar, does not depend on the model's parameters, or differs between two evaluations at one point; a weight
             is NaN; a head is rank deficient; a symmetry that ``space`` claims changes the loss.
 
-    Cost: for each batch and radius, ``steps`` forward and backward passes; geometry adds about 5 % at ViT-B sizes
-    on a CPU, half of it elementwise work that adaptive sharpness has too (``tests/benchmarks``).
+    Cost: for each batch and radius, ``steps`` forward and backward passes; geometry adds about 2.5 % at ViT-B sizes
+    and batch 256 on a CPU, half of it elementwise work that adaptive sharpness has too (``tests/benchmarks``).
     Source: da Silva et al. (arXiv 2505.05409).
     """
     try:
