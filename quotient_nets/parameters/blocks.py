@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import geoopt
+from torch import Tensor
 
-from quotient_nets.manifolds import QuotientManifold
+from quotient_nets.manifolds import FixedRank, QuotientManifold
 from quotient_nets.parameters.layout import Component
 
 
@@ -44,6 +45,13 @@ class Block:
         shifts = sum(run.count for run in self.component.heads if run.pair.translation is not None)
         heads, _, rank = self.shape
         return heads * rank**2 + shifts * rank
+
+    def deficient_heads(self, part: Tensor) -> list[str]:
+        """Names of the heads whose pair of factors, in ``part``, is not of full rank."""
+        if not isinstance(self.manifold, FixedRank):
+            return []
+        deficient = self.manifold.deficient(part).reshape(-1, self.shape[0]).any(0)
+        return [self.head_name(i) for i in deficient.nonzero().flatten().tolist()]
 
     def head_name(self, index: int) -> str:
         """Module and head number of one element of the batch.

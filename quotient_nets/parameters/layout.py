@@ -11,7 +11,7 @@ Knows parameter names, shapes and views, no module class and no manifold.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,24 @@ class Layout:
     def read(self, flat: Tensor, view: View) -> Tensor:
         """A view of one of the parameters inside ``flat``, ``(..., head, group, row, rank)``; shares its memory."""
         return view.strided(self.entries[view.parameter].read(flat))
+
+    def matching(self, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+        """Parameters in stored order, looked up by name.
+
+        Raises:
+            ValueError: A parameter is missing or has another shape.
+        """
+        found = []
+        for entry in self.entries.values():
+            tensor = parameters.get(entry.name)
+            if tensor is None or tensor.shape != entry.shape:
+                got = "no such parameter" if tensor is None else f"shape {tuple(tensor.shape)}"
+                raise ValueError(
+                    f"expected parameter {entry.name} of shape {tuple(entry.shape)}, got {got}. Build the manifold "
+                    "from a model of this architecture with `parameter_manifold(model)`."
+                )
+            found.append(tensor)
+        return found
 
     def store(self, flat: Tensor, parameters: Iterable[Tensor | None]) -> Tensor:
         """Write the parameters, in stored order, into ``flat``; zeros where there is none."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from quotient_nets.manifolds import FixedRank, InvariantFixedRank
+from quotient_nets.manifolds import InvariantFixedRank
 from quotient_nets.parameters.blocks import Block
 from quotient_nets.parameters.invariance import InvarianceReport, check_invariance
 from quotient_nets.parameters.layout import Entry, Heads, Layout
@@ -94,8 +94,7 @@ class ParameterManifold(geoopt.Manifold):
             ValueError: A parameter is missing, has another shape, or is NaN or infinite; a head of a quotient block is
                 rank deficient. The message names the parameter, or the module and the head.
         """
-        named = self._matching(model)
-        tensors = [named[entry.name].detach() for entry in self.entries]
+        tensors = [tensor.detach() for tensor in self.layout.matching(_named(model))]
         for entry, tensor in zip(self.entries, tensors, strict=True):
             if check and not bool(tensor.isfinite().all()):
                 raise ValueError(
@@ -108,30 +107,13 @@ class ParameterManifold(geoopt.Manifold):
             raise ValueError(reason)
         return x
 
-    def _matching(self, model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Parameters by name, of the shapes that this manifold has.
-
-        Raises:
-            ValueError: A parameter is missing or has another shape.
-        """
-        named = dict(model.named_parameters()) if isinstance(model, nn.Module) else model
-        for entry in self.entries:
-            tensor = named.get(entry.name)
-            if tensor is None or tensor.shape != entry.shape:
-                got = "no such parameter" if tensor is None else f"shape {tuple(tensor.shape)}"
-                raise ValueError(
-                    f"expected parameter {entry.name} of shape {tuple(entry.shape)}, got {got}. Build the manifold "
-                    "from a model of this architecture with `parameter_manifold(model)`."
-                )
-        return named
-
     def check_point_of(self, model: nn.Module, x: Tensor) -> Tensor:
         """``x``, detached, if it is one point of this manifold and the manifold belongs to ``model``.
 
         Raises:
             ValueError: It is not; the message says why.
         """
-        self._matching(model)
+        self.layout.matching(_named(model))
         ok, reason = check_point(self, x)
         if not ok or x.dim() != 1:
             raise ValueError(
@@ -302,11 +284,8 @@ class ParameterManifold(geoopt.Manifold):
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         if not bool(x.isfinite().all()):
             return False, "expected finite parameters, got NaN or Inf"
-        names = []
-        for block, part in zip(self.blocks, self.layout.gather(x.detach()), strict=False):
-            if isinstance(block.manifold, FixedRank):
-                deficient = block.manifold.deficient(part).reshape(-1, block.shape[0]).any(0)
-                names += [block.head_name(i) for i in deficient.nonzero().flatten().tolist()]
+        parts = zip(self.blocks, self.layout.gather(x.detach()), strict=False)
+        names = [name for block, part in parts for name in block.deficient_heads(part)]
         if names:
             return False, (
                 f"expected heads of full rank; rank deficient: {'; '.join(names)}. Build the manifold with "
@@ -325,6 +304,10 @@ class ParameterManifold(geoopt.Manifold):
             return True, None
         worst = float(residual.max())
         return False, f"expected horizontal vectors; vertical part of norm {worst:.3g}. Use `proju(x, u)`."
+
+
+def _named(model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return dict(model.named_parameters()) if isinstance(model, nn.Module) else model
 
 
 def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
