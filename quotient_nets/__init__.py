@@ -1,7 +1,7 @@
 """Differential geometry of neural-network parameter spaces, for geoopt."""
 
 from quotient_nets.architectures import parameter_manifold
-from quotient_nets.manifolds import AdaptiveEuclidean, InvariantFixedRank, QuotientManifold
+from quotient_nets.manifolds import AdaptiveEuclidean, InvariantFixedRank, PSDFixedRank, QuotientManifold
 from quotient_nets.parameters import ParameterManifold
 from quotient_nets.sharpness import ModelSharpness, Sharpness, worst_case_sharpness
 from quotient_nets.sharpness.model import model_sharpness
@@ -10,6 +10,7 @@ __all__ = [
     "AdaptiveEuclidean",
     "InvariantFixedRank",
     "ModelSharpness",
+    "PSDFixedRank",
     "ParameterManifold",
     "QuotientManifold",
     "Sharpness",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quotient_nets.manifolds import AdaptiveEuclidean, FixedRank, InvariantFixedRank
+from quotient_nets.manifolds import AdaptiveEuclidean, FixedRank, InvariantFixedRank, PSDFixedRank
 
 FIXED_RANK: list[type[FixedRank]] = [InvariantFixedRank]
 
@@ -49,8 +49,15 @@ ADAPTIVE_OPERATIONS = [
     Operation("logmap", "xy", "u"),
     Operation("dist", "xy", ""),
 ]
+PSD_OPERATIONS = [
+    *FIXED_RANK_OPERATIONS,
+    Operation("logmap", "xy", "u"),
+    Operation("dist", "xy", ""),
+    Operation("dist2", "xy", ""),
+]
 _TRIPLES = [(InvariantFixedRank(4, 3), (7, r), op) for r in (2, 1) for op in FIXED_RANK_OPERATIONS]
 _TRIPLES += [(AdaptiveEuclidean(), (5,), op) for op in ADAPTIVE_OPERATIONS]
+_TRIPLES += [(PSDFixedRank(5), (5, r), op) for r in (2, 1) for op in PSD_OPERATIONS]
 each_operation = pytest.mark.parametrize(
     ("manifold", "shape", "op"),
     [pytest.param(*t, id=f"{type(t[0]).__name__}{t[1]}.{t[2].method}") for t in _TRIPLES],
