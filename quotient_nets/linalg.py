@@ -47,6 +47,13 @@ def add_product(y: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, *, out: Ten
     return torch.add(y, times(a, b), alpha=alpha, out=out)
 
 
+def add_product_(y: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
+    """:func:`add_product` in place, for a ``y`` that nothing else holds; known to autograd."""
+    if y.dim() == a.dim() == b.dim() == 3 and b.shape[-2] > 1:
+        return y.baddbmm_(a, b, alpha=alpha)
+    return y.add_(times(a, b), alpha=alpha)
+
+
 class Frame(NamedTuple):
     r"""Singular value decomposition of :math:`G H^\top` together with the way to it from ``(G, H)``.
 

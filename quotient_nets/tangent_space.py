@@ -180,6 +180,7 @@ class EmbeddedTangentSpace(TangentSpace):
         """The method ``path`` of the manifold."""
         return getattr(self.manifold, path)(self.x, c)
 
+    @torch.no_grad()
     def check_path(self, path: str, rho: float = float("inf")) -> None:
         """Refuse a path that does not leave ``x`` with the velocity it is given, or does not start at ``x``.
 

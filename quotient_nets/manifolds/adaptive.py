@@ -182,6 +182,7 @@ class AdaptiveTangentSpace(TangentSpace):
     def follow(
         self, c: Tensor, path: str, radius: float | None = None, out: Tensor | None = None
     ) -> tuple[Tensor, PathGradient]:
+        c = c.detach()
         y = torch.addcmul(self.x, c, self.magnitude, out=out) if path == "retr" else written(self.move(c, path), out)
         speed = self.magnitude if path == "retr" else y.abs()
 

@@ -18,30 +18,38 @@ import torch
 from scipy.special import jv
 from torch import Tensor
 
-from quotient_nets.linalg import add_product, times
+from quotient_nets.linalg import add_product, add_product_, times
 
-MAX_DEGREE = 32  # of the Chebyshev series; longer steps go to `torch.matrix_exp`
+LONGEST, SHORTEST = 4.0, 1e-4  # radius of a series: beyond, terms cancel; below, squares of its inverse overflow
+MAX_DEGREE = 32  # of the Chebyshev series, enough for every radius up to the longest
 INVERSE_FACTORIALS = tuple(1 / math.factorial(k) for k in range(100))  # floats; integers overflow torch's
 
 Pullback = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-@lru_cache
-def bessel_weights(radius: float, tolerance: float) -> tuple[float, ...] | None:
+@torch.compiler.assume_constant_result  # the compiler cannot follow SciPy
+def bessel_weights(radius: float, tolerance: float) -> tuple[float, ...]:
     r"""Coefficients :math:`2 J_k(\sqrt 2\,\rho)`, ``k = 1, ..., d``, of the series for steps of norm ``radius``.
 
     The degree ``d`` is the least for which the first neglected term is below ``tolerance`` relative to the step.
-    None if that takes more than ``MAX_DEGREE`` terms.
     """
+    return _bessel_weights(radius, tolerance)
+
+
+@lru_cache
+def _bessel_weights(radius: float, tolerance: float) -> tuple[float, ...]:
     theta = math.sqrt(2) * radius
-    if not theta <= MAX_DEGREE:
-        return None
     values = 2 * jv(range(MAX_DEGREE + 2), theta)
-    for degree in range(max(int(theta), 1), MAX_DEGREE + 1):
-        # Term k of the sums for m1 and m2 is at most k times its coefficient; the coefficients fall from k = theta on.
-        if (degree + 1) * abs(values[degree + 1]) <= tolerance * min(theta, 1.0):
-            return tuple(map(float, values[1 : degree + 1]))
-    return None
+    degree = max(int(theta), 1)
+    # Term k of the sums for m1 and m2 is at most k times its coefficient; the coefficients fall from k = theta on.
+    while degree < MAX_DEGREE and (degree + 1) * abs(values[degree + 1]) > tolerance * min(theta, 1.0):
+        degree += 1
+    return tuple(map(float, values[1 : degree + 1]))
+
+
+def _series_radius(radius: float | None) -> float | None:
+    """The radius for which a series serves, or None where there is no bound or the step is long."""
+    return None if radius is None or not radius <= LONGEST else max(float(radius), SHORTEST)
 
 
 def velocity_exponential(a: Tensor, a_star: Tensor, b: Tensor, radius: float | None = None) -> tuple[Tensor, Tensor]:
@@ -61,18 +69,18 @@ def velocity_exponential(a: Tensor, a_star: Tensor, b: Tensor, radius: float | N
         a_star: :math:`S^{-1} v^\top g`, not the transpose of ``a`` unless ``S = I``.
         b: :math:`S^{-1} v^\top v`.
         radius: Upper bound on the norm of ``v`` in the metric, known to the caller; the series then has the degree that
-            this bound needs. A longer ``v`` gets wrong digits. None, or a long step, takes ``torch.matrix_exp`` in
-            float64.
+            this bound needs. A longer ``v`` gets wrong digits. None, or a bound above 4, takes ``torch.matrix_exp``
+            in float64.
 
     Returns:
         ``(m1, m2)``, both of order one in ``v`` or higher, so short steps lose no digits. Differentiable.
 
     Cost: in float32, 15, 22 and 34 products of ``r x r`` matrices at ``radius`` .1, .5 and 2.
     """
-    weights = _weights(a, radius)
-    if weights is None or radius is None:
+    radius = _series_radius(radius)
+    if radius is None:
         return _matrix_exponential(a, a_star, b)
-    rotation = _Rotation(a - a_star, b - times(a_star, a), radius, weights)
+    rotation = _Rotation(a - a_star, b - times(a_star, a), radius)
     return _combine(a, rotation.f1, rotation.f2, _Stretch(a_star, radius).e)
 
 
@@ -87,10 +95,10 @@ def velocity_exponential_vjp(
 
     Cost: the adjoint takes twice the products of the function.
     """
-    weights = _weights(a, radius)
-    if weights is None or radius is None:
+    radius = _series_radius(radius)
+    if radius is None:
         return _vjp_by_autograd(a, a_star, b)
-    rotation, stretch = _Rotation(a - a_star, b - times(a_star, a), radius, weights), _Stretch(a_star, radius)
+    rotation, stretch = _Rotation(a - a_star, b - times(a_star, a), radius), _Stretch(a_star, radius)
     m1, m2 = _combine(a, rotation.f1, rotation.f2, stretch.e)
 
     def pullback(m1_bar: Tensor, m2_bar: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,10 +111,6 @@ def velocity_exponential_vjp(
         return a_bar, a_star_bar, c_bar
 
     return m1, m2, pullback
-
-
-def _weights(a: Tensor, radius: float | None) -> tuple[float, ...] | None:
-    return None if radius is None else bessel_weights(radius, torch.finfo(a.dtype).eps / 2)
 
 
 def _combine(a: Tensor, f1: Tensor, f2: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,40 +130,46 @@ class _Rotation:
     much shorter than the radius has a relative error of one rounding unit.
     """
 
-    def __init__(self, omega: Tensor, c: Tensor, radius: float, weights: tuple[float, ...]):
-        self.unit, self.weights = 2 / (math.sqrt(2) * radius), weights
+    def __init__(self, omega: Tensor, c: Tensor, radius: float):
+        self.unit = 2 / (math.sqrt(2) * radius)
+        self.weights = weights = bessel_weights(radius, torch.finfo(omega.dtype).eps / 2)
         self.omega, self.c = omega * self.unit, c * self.unit**2
         zero = torch.zeros_like(omega)
         before_p, p, before_q, q = zero, self.omega / 2, zero, zero
         self.ps, self.qs = [p], [q]
-        self.f1, self.f2 = weights[0] * p, zero
+        self.f1, self.f2 = weights[0] * p, torch.zeros_like(omega)
         for k, weight in enumerate(weights[1:], start=1):
             driven = torch.add(before_p, self.c, alpha=-k / 2) if k % 2 else before_p + self.omega
+            # Out of place: vmap knows no other batched product.
             ahead = add_product(add_product(driven, self.omega, p), self.c, q, -1.0)
             before_p, p, before_q, q = p, ahead, q, p + before_q
             self.ps.append(p)
             self.qs.append(q)
-            self.f1 = torch.add(self.f1, p, alpha=weight)
-            self.f2 = torch.add(self.f2, q, alpha=self.unit * weight)
+            self.f1.add_(p, alpha=weight)
+            self.f2.add_(q, alpha=self.unit * weight)
 
     def adjoint(self, f1_bar: Tensor, f2_bar: Tensor) -> tuple[Tensor, Tensor]:
         """Derivatives with respect to ``omega`` and ``c``: the recurrence run backwards."""
         back_omega, back_c = self.omega.mT, -self.c.mT
-        omega_bar = c_bar = p_after = p_bar = q_after = q_bar = torch.zeros_like(f1_bar)
+        p_after = p_bar = q_after = q_bar = torch.zeros_like(f1_bar)
+        omega_bar, c_bar = torch.zeros_like(f1_bar), torch.zeros_like(f1_bar)
         for k in range(len(self.weights), 0, -1):
             weight = self.weights[k - 1]
-            ahead = add_product(torch.add(p_after + q_bar, f1_bar, alpha=weight), back_omega, p_bar)
-            q_ahead = add_product(torch.add(q_after, f2_bar, alpha=self.unit * weight), back_c, p_bar)
+            ahead = torch.add(p_after, q_bar).add_(f1_bar, alpha=weight)
+            q_ahead = torch.add(q_after, f2_bar, alpha=self.unit * weight)
+            if k < len(self.weights):
+                add_product_(ahead, back_omega, p_bar)
+                add_product_(q_ahead, back_c, p_bar)
             p_after, p_bar, q_after, q_bar = p_bar, ahead, q_bar, q_ahead
             if k == 1:
                 break
             if k % 2:
-                omega_bar = omega_bar + p_bar
+                omega_bar.add_(p_bar)
             else:
-                c_bar = torch.add(c_bar, p_bar, alpha=-(k - 1) / 2)
-            omega_bar = add_product(omega_bar, p_bar, self.ps[k - 2].mT)
-            c_bar = add_product(c_bar, p_bar, self.qs[k - 2].mT, -1.0)
-        return torch.add(omega_bar, p_bar, alpha=0.5) * self.unit, c_bar * self.unit**2
+                c_bar.add_(p_bar, alpha=-(k - 1) / 2)
+            add_product_(omega_bar, p_bar, self.ps[k - 2].mT)
+            add_product_(c_bar, p_bar, self.qs[k - 2].mT, -1.0)
+        return omega_bar.add_(p_bar, alpha=0.5).mul_(self.unit), c_bar.mul_(self.unit**2)
 
 
 class _Stretch:
@@ -175,28 +185,27 @@ class _Stretch:
             first = section * count + 1
             total = self.powers[0] * INVERSE_FACTORIALS[first]
             for i, power in enumerate(self.powers[1:], start=first + 1):
-                total = torch.add(total, power, alpha=INVERSE_FACTORIALS[i])
+                total.add_(power, alpha=INVERSE_FACTORIALS[i])
             self.sums.append(add_product(total, self.powers[-1], self.sums[-1]) if self.sums else total)
         self.e = self.sums[-1]
 
     def adjoint(self, e_bar: Tensor) -> Tensor:
         """Derivative with respect to ``a``."""
         count = len(self.powers)
-        bars = [torch.zeros_like(e_bar)] * count
+        bars = [torch.zeros_like(e_bar) for _ in range(count)]
         for section in range(len(self.sums)):
             for i in range(count):
-                bars[i] = torch.add(bars[i], e_bar, alpha=INVERSE_FACTORIALS[section * count + 1 + i])
+                bars[i].add_(e_bar, alpha=INVERSE_FACTORIALS[section * count + 1 + i])
             if section < len(self.sums) - 1:
-                bars[-1] = add_product(bars[-1], e_bar, self.sums[-2 - section].mT)
+                add_product_(bars[-1], e_bar, self.sums[-2 - section].mT)
                 e_bar = times(self.powers[-1].mT, e_bar)
         total = torch.zeros_like(e_bar)
         for i in range(count - 1, 0, -1):
-            total = add_product(total, bars[i], self.powers[i - 1].mT)
-            bars[i - 1] = add_product(bars[i - 1], self.powers[0].mT, bars[i])
+            add_product_(total, bars[i], self.powers[i - 1].mT)
+            add_product_(bars[i - 1], self.powers[0].mT, bars[i])
         return total + bars[0]
 
 
-@lru_cache
 def _powers_and_sections(radius: float, tolerance: float) -> tuple[int, int]:
     """Sizes ``(s, t)`` of a Taylor polynomial of degree ``s t`` whose error is below ``tolerance`` times ``radius``."""
     term, degree = radius, 1
@@ -227,7 +236,7 @@ def _vjp_by_autograd(a: Tensor, a_star: Tensor, b: Tensor) -> tuple[Tensor, Tens
         outputs = _matrix_exponential(*inputs)
 
     def pullback(m1_bar: Tensor, m2_bar: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        a_bar, a_star_bar, b_bar = torch.autograd.grad(outputs, inputs, (m1_bar, m2_bar))
+        a_bar, a_star_bar, b_bar = torch.autograd.grad(outputs, inputs, (m1_bar, m2_bar), retain_graph=True)
         return a_bar, a_star_bar, b_bar
 
     return outputs[0].detach(), outputs[1].detach(), pullback

@@ -126,6 +126,7 @@ class InvariantTangentSpace(TangentSpace):
     ) -> tuple[Tensor, PathGradient]:
         if self.defect_g is not None:
             return super().follow(c, path, radius, out)
+        c = c.detach()
         if path == "retr":
 
             def straight(slope: Tensor, out: Tensor | None = None) -> Tensor:
@@ -139,7 +140,7 @@ class InvariantTangentSpace(TangentSpace):
         eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
         m1, m2 = m1.view(a.shape), m2.view(a.shape) + eye
         inner, outer = (tuple(map(times, m.unbind(), pushes)) for m in (m1, m2))
-        y = torch.empty_like(c) if out is None else out
+        y = self._target(c, out)
         for target, x, *terms in zip(self._split(y), self._split(self.x), bases, inner, parts, outer, strict=True):
             add_product(add_product(x, *terms[:2], out=target), *terms[2:], out=target)
 
@@ -157,14 +158,19 @@ class InvariantTangentSpace(TangentSpace):
             left, right = map(torch.add, known.unbind(), map(times_transposed, along.unbind(), outer))
             z = (self.ratio * right - left.mT) / (1 + self.ratio.square())
             a_bar = a_bar.view(a.shape) + torch.stack((z.mT, -self.ratio * z))
-            e = torch.empty_like(c) if out is None else out
+            e = self._target(c, out)
             rows = zip(self._split(e), slopes, outer, bases, a_bar.unbind(), parts, b_bar.view(a.shape), strict=True)
             for target, part, n, *terms in rows:
                 times_transposed(part, n, out=target)
                 add_product(add_product(target, *terms[:2], out=target), *terms[2:], out=target)
-            return e
+            return e if out is None or e is out else written(e, out)
 
-        return y, gradient
+        return y if out is None or y is out else written(y, out), gradient
+
+    def _target(self, c: Tensor, out: Tensor | None) -> Tensor:
+        """Where to write: ``out``, unless the arithmetic has another dtype."""
+        dtype = self.g.dtype
+        return out if out is not None and out.dtype == dtype else torch.empty_like(c, dtype=dtype)
 
     def lift(self, g: Tensor, h: Tensor, vg: Tensor, vh: Tensor) -> Tensor:
         r"""Coordinates of the horizontal lift of the projected tangent :math:`v_G H^\top + G v_H^\top`.

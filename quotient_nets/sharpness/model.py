@@ -91,7 +91,7 @@ def model_sharpness(
         model: Any module. It is evaluated in evaluation mode and left bit for bit as it was: parameters, buffers,
             modes, hooks, random state.
         loss: ``loss(model, batch)`` -> scalar, the mean over the batch. It is handed the model itself, whose parameters
-            have other values for the time of the call.
+            have other values for the time of the call; clone those that you keep.
         batches: Batches of any structure; each is used once, and the maximum is taken for each on its own, so their
             size is part of the definition. Sizes are read off the first axis of a batch's first tensor.
         rho: Radius of the ball, in units of the metric; a sequence gives one result for each, over the same batches.
@@ -135,6 +135,7 @@ def model_sharpness(
     with untouched(model):
         space = parameter_manifold(model) if space is None else space
         point = space.pack(model) if x is None else space.check_point_of(model, x)
+        point = point.to(torch.promote_types(point.dtype, WORKING))
         own = space.canonicalize(point, translations=translations)
         at = space.section() if translations else space
         tangent = at.at(own, balanced=True)

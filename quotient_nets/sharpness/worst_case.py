@@ -48,7 +48,8 @@ def worst_case_sharpness(
     Args:
         loss: Maps points ``(*batch, *point)`` to losses ``(*batch)``, element by element, differentiably.
         manifold: Any geoopt manifold. ``geoopt.Euclidean(ndim)`` needs the ``ndim`` of your points.
-        x: Points, ``(*batch, *point)``; each is ascended on its own.
+        x: Points, ``(*batch, *point)``; each is ascended on its own. Points in half precision are measured, and handed
+            to ``loss``, in float32.
         rho: Radius, in units of the manifold's norm.
         steps: Forward and backward passes of each start.
         restarts: Number of starts. The first is at zero, the others at random vectors of norm ``rho``.
@@ -69,7 +70,10 @@ def worst_case_sharpness(
     Source: da Silva et al. (arXiv 2505.05409); Croce and Hein (2020) for the ascent.
     """
     check_settings(rho, steps, restarts)
-    ok, reason = check_point(manifold, x.detach())
+    x = x.detach()
+    if x.dtype.itemsize < 4:
+        x = x.float()  # in half precision a small step is lost in the rounding of the point
+    ok, reason = check_point(manifold, x)
     if not ok:
         raise ValueError(f"`x` is not a point of {type(manifold).__name__}: {reason}")
     space = tangent_space(manifold, x)
@@ -118,6 +122,7 @@ def differentiable_loss(loss: Callable[[Tensor], Tensor], batch: torch.Size, man
     return evaluate
 
 
+@torch.no_grad()
 def ascend(
     evaluate: Evaluate,
     space: TangentSpace,
@@ -137,6 +142,22 @@ def ascend(
     Raises:
         ValueError: The loss is NaN or infinite at a point of the ball.
     """
+    kind = space.x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        # The caller's autocast is for the loss; rounded tangent vectors would leave the ball.
+        evaluate = torch.autocast(kind, dtype=torch.get_autocast_dtype(kind))(evaluate)
+        with torch.autocast(kind, enabled=False):
+            return ascend(
+                evaluate,
+                space,
+                rho=rho,
+                steps=steps,
+                restarts=restarts,
+                path=path,
+                generator=generator,
+                progress=progress,
+                reuse_points=reuse_points,
+            )
     if generator is None:
         generator = torch.Generator().manual_seed(0)
     base, slope = evaluate(space.x, True)

@@ -15,7 +15,7 @@ from quotient_nets.tangent_space import TangentSpace
 from tests.strategies import Case, fixed_rank
 
 ROUNDING = 1e-11
-RADII = [1e-8, 0.1, 0.5, 2.0, 5.0]
+RADII = [1e-8, 0.1, 0.5, 2.0, 4.0]
 MANIFOLD = InvariantFixedRank(6, 5)
 
 
@@ -31,15 +31,30 @@ def test_series_equals_matrix_exponential(case: Case, radius: float) -> None:
     case.assert_equal(m.expmap(x, u, radius=radius), m.expmap(x, u), ROUNDING)
 
 
-@pytest.mark.parametrize("radius", [1e3, math.inf, math.nan])
-def test_a_long_step_has_no_series(radius: float) -> None:
-    assert bessel_weights(radius, 1e-17) is None
+@pytest.mark.parametrize("radius", [0.0, 1e-300, 5.0, 1e3, math.inf, math.nan])
+def test_any_radius_is_served(radius: float) -> None:
+    space, c = space_and_steps(min(radius, 2.0) if radius == radius else 2.0, 2, (3,), torch.float32)
+    assert_close(space.move(c, "expmap", radius), space.move(c, "expmap"))
+    y, gradient = space.follow(c, "expmap", radius)
+    assert_close(y, space.move(c, "expmap"))
+    assert gradient(c + 1).isfinite().all()
+    assert_close(gradient(c + 1), gradient(c + 1))  # as often as one likes
+
+
+@pytest.mark.parametrize("length", [2.0, 4.0, 5.0, 10.0])
+def test_contracting_steps_keep_their_digits(length: float) -> None:
+    space, c = space_and_steps(length, 3, (2,), torch.float32)
+    g = space.x[..., :6, :1] / torch.linalg.vector_norm(space.x[..., :6, :1], dim=-2, keepdim=True)
+    c = torch.zeros_like(c)
+    c[..., :6, :1] = -length * g
+    wide = MANIFOLD.at(space.x.double(), balanced=True)
+    exact = wide.move(c.double(), "expmap")
+    assert float((space.move(c, "expmap", length) - exact).norm() / exact.norm()) < 2e-6
 
 
 @pytest.mark.parametrize("radius", RADII)
 def test_weights_are_those_of_the_exponential_of_an_imaginary_number(radius: float) -> None:
     weights = bessel_weights(radius, 1e-16)
-    assert weights is not None
     theta = math.sqrt(2) * radius
     for angle in (0.0, 0.3, 1.0, 2.5):
         odd = sum((-1) ** (k // 2) * w * math.cos(k * angle) for k, w in enumerate(weights, 1) if k % 2)
@@ -116,6 +131,27 @@ def test_following_a_path_of_the_adaptive_metric(path: str) -> None:
     y, gradient = space.follow(c, path)
     expected, differentiate = TangentSpace.follow(space, c, path)
     assert_close((y, gradient(slope)), (expected, differentiate(slope)))
+
+
+@pytest.mark.parametrize("path", ["expmap", "second_order", "retr"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_points_in_half_precision_are_followed_in_float32(path: str, dtype: torch.dtype) -> None:
+    x = torch.randn(11, 2).to(dtype)
+    space = MANIFOLD.at(x)
+    c = 0.1 * space.random().float()
+    for out in (torch.full_like(x, torch.nan), torch.full(x.shape, torch.nan)):
+        y, gradient = space.follow(c, path, 0.1, out=out)
+        assert y is out
+        assert_close(y.float(), space.move(c, path, 0.1).float(), rtol=1e-2, atol=1e-2)
+        e = gradient(torch.randn(x.shape), out=torch.full_like(out, torch.nan))
+        assert e.isfinite().all()
+
+
+def test_compiles_with_a_radius() -> None:
+    x = torch.randn(2, 11, 3)
+    u = 0.1 * MANIFOLD.proju(x, torch.randn_like(x))
+    compiled = torch.compile(lambda x, u: MANIFOLD.expmap(x, u, radius=3.0), fullgraph=True, backend="eager")
+    assert_close(compiled(x, u), MANIFOLD.expmap(x, u, radius=3.0))
 
 
 def test_a_path_that_does_not_exist_is_refused_by_name() -> None:
