@@ -109,7 +109,7 @@ def text_task(directory: Path, data: Path, *, limit: int, batch_size: int) -> Ta
         ValueError: A file is missing or has another form.
     """
     labels, texts = _read_text(data, limit)
-    model = load_model(directory)
+    model = _model_for(directory, "input_ids", "an `.npz` file with `images` and `labels`")
     with _quiet_transformers() as transformers:
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -118,6 +118,13 @@ def text_task(directory: Path, data: Path, *, limit: int, batch_size: int) -> Ta
         except Exception as error:
             raise ValueError(f"cannot load a tokenizer from {directory}: {error}") from error
     tokens = tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
+    unknown = tokens["input_ids"] == tokenizer.unk_token_id
+    if bool(unknown.sum() >= tokens["attention_mask"].sum() / 2):
+        # transformers invents a tokenizer where a directory has none.
+        raise ValueError(
+            f"expected a tokenizer in {directory} that knows the words of {data}; {int(unknown.sum())} tokens are unknown "
+            "to it. Save the tokenizer beside the model with `tokenizer.save_pretrained`."
+        )
     inputs = {name: tensor for name, tensor in tokens.items() if isinstance(tensor, Tensor)}
     return _task(directory, model, inputs, torch.tensor(labels), batch_size)
 
@@ -136,7 +143,27 @@ def image_task(directory: Path, data: Path, *, limit: int, batch_size: int) -> T
         ValueError: A file is missing or has another form.
     """
     images, labels = _read_images(data, limit)
-    return _task(directory, load_model(directory), {"pixel_values": images}, labels, batch_size)
+    model = _model_for(directory, "pixel_values", "a text file with `label<TAB>text` lines")
+    channels = getattr(model.config, "num_channels", images.shape[1])
+    if images.shape[1] != channels:
+        raise ValueError(
+            f"expected images (N, {channels}, height, width) in {data}, got {tuple(images.shape)}; move the channels "
+            "to the second axis"
+        )
+    return _task(directory, model, {"pixel_values": images}, labels, batch_size)
+
+
+def _model_for(directory: Path, kind: str, data: str) -> Any:
+    """The model in ``directory`` if its input is of this kind; ``data`` says what it would need otherwise.
+
+    Raises:
+        ValueError: Its input is of another kind.
+    """
+    model = load_model(directory)
+    takes = getattr(model, "main_input_name", kind)
+    if takes != kind:
+        raise ValueError(f"{directory} takes {takes}, not {kind}: pass {data} as `--data`")
+    return model
 
 
 def load_task(directory: Path, data: Path, *, limit: int, batch_size: int) -> Task:

@@ -38,7 +38,11 @@ def print_inspection(content: Mapping[str, Any], rest: str) -> None:
         highlight=False,
     )
     if check["not_verifiable"]:
-        console.print(f"not verifiable on these inputs: {', '.join(check['not_verifiable'])}", highlight=False)
+        console.print(
+            f"not verifiable on these inputs, which move too little even without the symmetry (100 tolerances are "
+            f"needed): {', '.join(check['not_verifiable'])}. Trained weights or other inputs show more.",
+            highlight=False,
+        )
 
 
 def print_sharpness(settings: Mapping[str, Any], rows: Sequence[OrbitRow], seconds: float) -> None:

@@ -188,3 +188,39 @@ def test_refuses_pickled_arrays_and_labels_beyond_the_head(vit: Path, tmp_path: 
     np.savez(tmp_path / "classes.npz", images=np.zeros((2, 1, 8, 8)), labels=np.array([0, 3]))
     with pytest.raises(ValueError, match="labels up to 3"):
         image_task(vit, tmp_path / "classes.npz", limit=8, batch_size=4)
+
+
+def save_bert(directory: Path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=30, **sizes)).save_pretrained(
+        directory
+    )
+
+
+def test_refuses_a_tokenizer_that_was_never_saved(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    (tmp_path / "data.tsv").write_text("0\tone two\n1\tthree four\n")
+    with pytest.raises(ValueError, match=r"tokenizer"):
+        text_task(tmp_path / "bert", tmp_path / "data.tsv", limit=2, batch_size=2)
+
+
+def test_refuses_data_of_another_kind(vit: Path, images: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.tsv").write_text("0\tone two\n1\tthree four\n")
+    with pytest.raises(ValueError, match=r"npz"):
+        load_task(vit, tmp_path / "data.tsv", limit=2, batch_size=2)
+    config = transformers.BertConfig(
+        vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match=r"text file"):
+        load_task(tmp_path / "bert", images, limit=2, batch_size=2)
+
+
+def test_refuses_channels_on_the_last_axis(vit: Path, images: Path, tmp_path: Path) -> None:
+    arrays = dict(np.load(images))
+    np.savez(tmp_path / "last.npz", images=np.moveaxis(arrays["images"], 1, -1), labels=arrays["labels"])
+    with pytest.raises(ValueError, match=r"second axis"):
+        load_task(vit, tmp_path / "last.npz", limit=2, batch_size=2)

@@ -99,6 +99,8 @@ def parameter_manifold(
                 loose.append(run)
             else:
                 components.setdefault(key, []).append(run)
+    if not components:
+        notes.append("no attention head was found: all parameters have the metric of the rest")
     weights = _weights(block_weights, {kind for kind, *_ in components})
     blocks = [
         Block(kind, _manifold(attention, n, m), Component(tuple(runs), n, m, rank), weights.get(kind, 1.0))

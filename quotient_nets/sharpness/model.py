@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, overload
 
 import torch
@@ -129,6 +129,7 @@ def model_sharpness(
         check_settings(radius, steps, restarts)
     if path not in PATHS:
         raise ValueError(f"expected a path among {', '.join(PATHS)}, got {path!r}")
+    _refuse_single(batches)
     _refuse_shuffling(batches)
     found: list[list[tuple[Sharpness, int]]] = [[] for _ in radii]
     fingerprint = hashlib.sha256()
@@ -183,6 +184,15 @@ def model_sharpness(
     }
     results = tuple(_average(r, float(radius), settings) for r, radius in zip(found, radii, strict=True))
     return results[0] if isinstance(rho, (int, float)) else results
+
+
+def _refuse_single(batches: Any) -> None:
+    pair = isinstance(batches, tuple) and bool(batches) and all(isinstance(part, Tensor) for part in batches)
+    if pair or isinstance(batches, (Tensor, Mapping)):
+        raise ValueError(
+            f"expected an iterable of batches, got a {type(batches).__name__} that looks like one batch. Pass "
+            "`[batch]`; batches that are bare tensors go in a list."
+        )
 
 
 def _refuse_shuffling(batches: Any) -> None:

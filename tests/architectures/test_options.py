@@ -134,7 +134,8 @@ def test_heads_wider_than_the_model_go_to_the_rest() -> None:
     attention = nn.MultiheadAttention(16, 1, kdim=2, vdim=2)  # rank 16, keys of 3 rows
     space = parameter_manifold(attention)
     assert space.blocks == ()
-    assert ["rank 16 exceeds the 3 rows" in note for note in space.notes] == [True, True]
+    assert ["rank 16 exceeds the 3 rows" in note for note in space.notes] == [True, True, False]
+    assert "no attention head" in space.notes[-1]
 
 
 def test_representation_lists_blocks_and_rest() -> None:

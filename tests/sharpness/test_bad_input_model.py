@@ -86,11 +86,6 @@ def test_loaders_that_shuffle(model, options) -> None:
         model_sharpness(model, lambda m, b: mse(m, b[0]), loader, rho=0.1)
 
 
-def test_one_batch_in_place_of_a_list_of_batches(model) -> None:
-    """A tensor is a sequence of its rows, so this is not refused: every example is a batch of its own."""
-    assert len(model_sharpness(model, lambda m, b: mse(m, b[None]), X, rho=0.1, steps=1).batches) == 2
-
-
 @CHECKS
 def test_inputs_that_are_not_finite(model, check: bool) -> None:
     bad = X.clone()
@@ -265,3 +260,9 @@ def test_model_without_parameters() -> None:
 def test_model_on_the_meta_device() -> None:
     with pytest.raises(ValueError, match="meta device"):
         model_sharpness(Stack().to("meta"), mse, [tokens()], rho=0.1)
+
+
+@pytest.mark.parametrize("batches", [torch.randn(3, 2), (torch.randn(3, 2), torch.zeros(3)), {"x": torch.randn(3, 2)}])
+def test_one_batch_in_place_of_many(batches: object) -> None:
+    with pytest.raises(ValueError, match=r"\[batch\]"):
+        model_sharpness(nn.Linear(2, 1), lambda m, batch: m(batch).mean(), batches, rho=0.1)
