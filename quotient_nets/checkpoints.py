@@ -122,7 +122,7 @@ def text_task(directory: Path, data: Path, *, limit: int, batch_size: int) -> Ta
     if bool(unknown.sum() >= tokens["attention_mask"].sum() / 2):
         # transformers invents a tokenizer where a directory has none.
         raise ValueError(
-            f"expected a tokenizer in {directory} that knows the words of {data}; {int(unknown.sum())} tokens are unknown "
+            f"expected a tokenizer in {directory} for the words of {data}; {int(unknown.sum())} tokens are unknown "
             "to it. Save the tokenizer beside the model with `tokenizer.save_pretrained`."
         )
     inputs = {name: tensor for name, tensor in tokens.items() if isinstance(tensor, Tensor)}
