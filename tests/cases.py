@@ -49,13 +49,13 @@ ADAPTIVE_OPERATIONS = [
     Operation("logmap", "xy", "u"),
     Operation("dist", "xy", ""),
 ]
+DISTANCES = [Operation("logmap", "xy", "u"), Operation("dist", "xy", ""), Operation("dist2", "xy", "")]
 PSD_OPERATIONS = [
     *FIXED_RANK_OPERATIONS,
-    Operation("logmap", "xy", "u"),
-    Operation("dist", "xy", ""),
-    Operation("dist2", "xy", ""),
+    *DISTANCES,
 ]
 _TRIPLES = [(InvariantFixedRank(4, 3), (7, r), op) for r in (2, 1) for op in FIXED_RANK_OPERATIONS]
+_TRIPLES += [(InvariantFixedRank(4, 3), (7, 1), op) for op in DISTANCES]
 _TRIPLES += [(AdaptiveEuclidean(), (5,), op) for op in ADAPTIVE_OPERATIONS]
 _TRIPLES += [(PSDFixedRank(5), (5, r), op) for r in (2, 1) for op in PSD_OPERATIONS]
 each_operation = pytest.mark.parametrize(

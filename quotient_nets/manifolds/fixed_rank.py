@@ -19,6 +19,7 @@ from typing_extensions import override
 from quotient_nets.linalg import Frame, balanced_frame, frame
 from quotient_nets.manifolds.base import QuotientManifold
 from quotient_nets.manifolds.invariant_tangent import InvariantTangentSpace
+from quotient_nets.manifolds.rank_one import invariant_log
 from quotient_nets.tangent_space import Checked
 
 
@@ -260,6 +261,47 @@ class InvariantFixedRank(FixedRank):
     def _follow(self, x: Tensor, u: Tensor, path: str, radius: float | None = None) -> Tensor:
         space = self._at(x)
         return space.move(space.coordinates(u), path, radius).to(x.dtype)
+
+    @override
+    def logmap(self, x: Tensor, y: Tensor) -> Tensor:
+        r"""Shortest horizontal vector from ``x`` to the orbit of ``y``; rank one only, in closed form.
+
+        With :math:`X_i = s_i u_i v_i^\top`, :math:`\theta_u` the angle of ``u`` and a common sign chosen well,
+        :math:`|\log|^2 = \tfrac12 \log(s_2 / s_1)^2 + \theta_u^2 + \theta_v^2`. NaN where a vector meets its antipode.
+
+        Raises:
+            NotImplementedError: The rank is above one, where no closed form is known.
+        """
+        ug, uh = self._log(x, y)
+        g, h = self.unpack_tensor(x)
+        lengths = (torch.linalg.vector_norm(t, dim=-2, keepdim=True) for t in (g, h))
+        return self.pack_point(*(u * length for u, length in zip((ug, uh), lengths, strict=True))).to(x.dtype)
+
+    @override
+    def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
+        """Geodesic distance, for rank one as :meth:`logmap`; derivatives are finite where it is zero."""
+        square = self.dist2(x, y, keepdim=keepdim)
+        positive = square > 0
+        return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), square * 0.0)
+
+    @override
+    def dist2(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
+        """Squared distance."""
+        ug, uh = self._log(x, y)
+        return (
+            (ug.square().sum(dim=-2, keepdim=True) + uh.square().sum(dim=-2, keepdim=True))
+            .to(x.dtype)
+            .sum(dim=(-2, -1), keepdim=keepdim)
+        )
+
+    def _log(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if x.shape[-1] != 1 or y.shape[-1] != 1:
+            raise NotImplementedError(
+                f"expected points of rank 1, got rank {x.shape[-1]}: {type(self).__name__} has no logarithm and no "
+                "distance above rank one yet. PSDFixedRank has both at every rank."
+            )
+        x, y = torch.broadcast_tensors(x, y)
+        return invariant_log(*self.unpack_tensor(x), *self.unpack_tensor(y))
 
     @override
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
