@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,11 +47,23 @@ def add_product(y: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, *, out: Ten
     return torch.add(y, times(a, b), alpha=alpha, out=out)
 
 
-def add_product_(y: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
-    """:func:`add_product` in place, for a ``y`` that nothing else holds; known to autograd."""
-    if y.dim() == a.dim() == b.dim() == 3 and b.shape[-2] > 1:
-        return y.baddbmm_(a, b, alpha=alpha)
-    return y.add_(times(a, b), alpha=alpha)
+def at_least_single(x: Tensor) -> Tensor:
+    """``x``, in float32 if it is in half precision."""
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+def column_signs(q: Tensor) -> Tensor:
+    """Signs ``(..., 1, r)`` that make the products of the columns with one fixed generic vector positive."""
+    probe = torch.arange(1, q.shape[-2] + 1, dtype=torch.float64, device=q.device) * 0.6180339887
+    probe = (torch.frac(probe) - 0.5).to(q.dtype)
+    return torch.where(gram(probe.unsqueeze(-1), q) < 0, -1.0, 1.0).to(q.dtype)
+
+
+def random_orthogonal(*shape: int, **options: Any) -> Tensor:
+    """Uniform orthogonal matrices of either determinant; options as for ``torch.randn``."""
+    q, r = torch.linalg.qr(torch.randn(*shape, **options))
+    # The sign of R's diagonal makes Q uniform on O(r); LAPACK's own choice fixes the determinant.
+    return q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
 
 
 class Frame(NamedTuple):
@@ -138,8 +150,7 @@ def _frame(g: Tensor, h: Tensor) -> Frame:
     valid = torch.where(full, 1.0, math.nan).to(g.dtype)
     s = s * valid.squeeze(-1)
     qg, qh = qg @ u, qh @ v
-    probe = torch.frac(torch.arange(1, g.shape[-2] + 1, dtype=g.dtype, device=g.device) * 0.6180339887) - 0.5
-    sign = torch.where(probe @ qg < 0, -1.0, 1.0).unsqueeze(-2) * valid
+    sign = column_signs(qg) * valid
     u, v = u * sign, v * sign
     # Triangular solves, not products with 1/s: their error grows with cond(G), not with cond(G) cond(X).
     pull_g = torch.linalg.solve_triangular(rg, u, upper=True)
@@ -150,9 +161,7 @@ def _frame(g: Tensor, h: Tensor) -> Frame:
 
 def _scalar_frame(g: Tensor, h: Tensor) -> Frame:
     """Frame of columns, ``r = 1``: norms instead of decompositions."""
-    probe = torch.arange(1, g.shape[-2] + 1, dtype=torch.float64, device=g.device) * 0.6180339887
-    probe = (torch.frac(probe) - 0.5).to(g.dtype).unsqueeze(-1)
-    sign = torch.where((probe * g).sum(-2, keepdim=True) < 0, -1.0, 1.0).to(g.dtype)
+    sign = column_signs(g)
     norm_g = torch.linalg.vector_norm(g, dim=-2, keepdim=True) * sign
     norm_h = torch.linalg.vector_norm(h, dim=-2, keepdim=True) * sign
     spectrum = (norm_g * norm_h).squeeze(-2)

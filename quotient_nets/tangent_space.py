@@ -131,7 +131,7 @@ class TangentSpace(ABC):
 
 def written(value: Tensor, out: Tensor | None) -> Tensor:
     """``value``, in ``out`` if there is one."""
-    if out is None:
+    if out is None or out is value:
         return value
     copy_all([(out, value)])
     return out

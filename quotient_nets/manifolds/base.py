@@ -19,7 +19,7 @@ from geoopt.utils import size2shape
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.tangent_space import EmbeddedTangentSpace, TangentSpace, manifold_tensor
+from quotient_nets.tangent_space import Checked, EmbeddedTangentSpace, TangentSpace, manifold_tensor
 
 EXPMAP_STEPS = 128  # Runge-Kutta steps of the default expmap
 
@@ -67,11 +67,7 @@ class QuotientManifold(geoopt.Manifold):
     @override
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
         """Riemannian norm of ``u``, with gradient 0 where ``u = 0``."""
-        square = self.inner(x, u, keepdim=keepdim)
-        positive = square > 0
-        root = torch.where(positive, square, 1.0).sqrt()
-        # A NaN is neither positive nor zero and must stay a NaN.
-        return torch.where(positive, root, square * 0.0)
+        return root(self.inner(x, u, keepdim=keepdim))
 
     @override
     def proju(self, x: Tensor, u: Tensor) -> Tensor:
@@ -193,3 +189,22 @@ class QuotientManifold(geoopt.Manifold):
     def __hash__(self) -> int:
         """Consistent with equality."""
         return hash((type(self), self._numbers()))
+
+
+def root(square: Tensor) -> Tensor:
+    """Square root of a squared length, with derivative 0 at 0."""
+    positive = square > 0
+    length = torch.where(positive, square, 1.0).sqrt()
+    # A NaN is neither positive nor zero and must stay a NaN.
+    return torch.where(positive, length, square * 0.0)
+
+
+def full_rank(deficient: Tensor, x: Tensor, factors: str, product: str) -> Checked:
+    """Verdict on the point ``x`` whose elements are rank deficient where ``deficient`` says so."""
+    if not bool(deficient.any()):
+        return True, None
+    where = f" at batch indices {deficient.nonzero().tolist()}" if deficient.dim() else ""
+    return False, (
+        f"expected {factors} of full rank r={x.shape[-1]}; {product} is numerically rank deficient{where}. "
+        "Use a smaller r."
+    )

@@ -18,7 +18,7 @@ import torch
 from scipy.special import jv
 from torch import Tensor
 
-from quotient_nets.linalg import add_product, add_product_, times
+from quotient_nets.linalg import add_product, times
 
 LONGEST, SHORTEST = 4.0, 1e-4  # radius of a series: beyond, terms cancel; below, squares of its inverse overflow
 MAX_DEGREE = 32  # of the Chebyshev series, enough for every radius up to the longest
@@ -158,8 +158,8 @@ class _Rotation:
             ahead = torch.add(p_after, q_bar).add_(f1_bar, alpha=weight)
             q_ahead = torch.add(q_after, f2_bar, alpha=self.unit * weight)
             if k < len(self.weights):
-                add_product_(ahead, back_omega, p_bar)
-                add_product_(q_ahead, back_c, p_bar)
+                add_product(ahead, back_omega, p_bar, out=ahead)
+                add_product(q_ahead, back_c, p_bar, out=q_ahead)
             p_after, p_bar, q_after, q_bar = p_bar, ahead, q_bar, q_ahead
             if k == 1:
                 break
@@ -167,8 +167,8 @@ class _Rotation:
                 omega_bar.add_(p_bar)
             else:
                 c_bar.add_(p_bar, alpha=-(k - 1) / 2)
-            add_product_(omega_bar, p_bar, self.ps[k - 2].mT)
-            add_product_(c_bar, p_bar, self.qs[k - 2].mT, -1.0)
+            add_product(omega_bar, p_bar, self.ps[k - 2].mT, out=omega_bar)
+            add_product(c_bar, p_bar, self.qs[k - 2].mT, -1.0, out=c_bar)
         return omega_bar.add_(p_bar, alpha=0.5).mul_(self.unit), c_bar.mul_(self.unit**2)
 
 
@@ -197,12 +197,12 @@ class _Stretch:
             for i in range(count):
                 bars[i].add_(e_bar, alpha=INVERSE_FACTORIALS[section * count + 1 + i])
             if section < len(self.sums) - 1:
-                add_product_(bars[-1], e_bar, self.sums[-2 - section].mT)
+                add_product(bars[-1], e_bar, self.sums[-2 - section].mT, out=bars[-1])
                 e_bar = times(self.powers[-1].mT, e_bar)
         total = torch.zeros_like(e_bar)
         for i in range(count - 1, 0, -1):
-            add_product_(total, bars[i], self.powers[i - 1].mT)
-            add_product_(bars[i - 1], self.powers[0].mT, bars[i])
+            add_product(total, bars[i], self.powers[i - 1].mT, out=total)
+            add_product(bars[i - 1], self.powers[0].mT, bars[i], out=bars[i - 1])
         return total + bars[0]
 
 

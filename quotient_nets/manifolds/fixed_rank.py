@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.linalg import Frame, balanced_frame, frame
-from quotient_nets.manifolds.base import QuotientManifold
+from quotient_nets.linalg import Frame, at_least_single, balanced_frame, frame, random_orthogonal
+from quotient_nets.manifolds.base import QuotientManifold, full_rank, root
 from quotient_nets.manifolds.invariant_tangent import InvariantTangentSpace
 from quotient_nets.manifolds.rank_one import invariant_log
 from quotient_nets.tangent_space import Checked
@@ -81,9 +81,8 @@ class FixedRank(QuotientManifold):
     @override
     def action(self, x: Tensor, a: Tensor) -> Tensor:
         """Representative :math:`(G a^{-1}, H a^T)`; NaN or Inf where ``a`` is singular."""
-        dtype = torch.promote_types(x.dtype, torch.float32)  # no solver for less
-        g, h = self.unpack_tensor(x.to(dtype))
-        a = a.to(dtype)
+        g, h = self.unpack_tensor(at_least_single(x))  # no solver for less
+        a = a.to(g.dtype)
         left = torch.linalg.solve_ex(a, g, left=False)[0]
         return self.pack_point(left, h @ a.mT).to(x.dtype)
 
@@ -95,7 +94,7 @@ class FixedRank(QuotientManifold):
 
     def frame(self, x: Tensor) -> Frame:
         """Singular value decomposition of :math:`G H^T` and the way to it; see :class:`quotient_nets.linalg.Frame`."""
-        return frame(*self.unpack_tensor(x.float() if x.dtype.itemsize < 4 else x))
+        return frame(*self.unpack_tensor(at_least_single(x)))
 
     def canonicalize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         r"""The balanced representative, one for each orbit, and the group element that leads to it.
@@ -128,14 +127,7 @@ class FixedRank(QuotientManifold):
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         if not bool(x.isfinite().all()):
             return False, "expected finite factors, got NaN or Inf. Remove these entries before packing."
-        deficient = self.deficient(x)
-        if bool(deficient.any()):
-            where = f" at batch indices {deficient.nonzero().tolist()}" if deficient.dim() else ""
-            return False, (
-                f"expected factors of full rank r={x.shape[-1]}; G H^T is numerically rank deficient{where}. "
-                "Use a smaller r."
-            )
-        return True, None
+        return full_rank(self.deficient(x), x, "factors", "G H^T")
 
     def deficient(self, x: Tensor) -> Tensor:
         r"""Whether :math:`s_r(G H^\top) \le 10 \max(n, m)\, \epsilon\, |G| |H|` in float64, for each element."""
@@ -167,11 +159,7 @@ class FixedRank(QuotientManifold):
         if not condition >= 1:
             raise ValueError(f"expected a condition number of at least 1, got {condition!r}")
         where: dict[str, Any] = {"dtype": dtype, "device": None if generator is None else generator.device}
-        gaussians = [torch.randn(*size, size[-1], generator=generator, **where) for _ in range(2)]
-        # The sign of R's diagonal makes Q uniform on O(r); LAPACK's own choice fixes the determinant.
-        left, right = (
-            q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2) for q, r in map(torch.linalg.qr, gaussians)
-        )
+        left, right = (random_orthogonal(*size, size[-1], generator=generator, **where) for _ in range(2))
         exponents = torch.linspace(-0.5, 0.5, size[-1], **where) if size[-1] > 1 else torch.zeros(1, **where)
         return (left * condition**exponents) @ right
 
@@ -280,25 +268,19 @@ class InvariantFixedRank(FixedRank):
     @override
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Geodesic distance, for rank one as :meth:`logmap`; derivatives are finite where it is zero."""
-        square = self.dist2(x, y, keepdim=keepdim)
-        positive = square > 0
-        return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), square * 0.0)
+        return root(self.dist2(x, y, keepdim=keepdim))
 
     @override
     def dist2(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Squared distance."""
-        ug, uh = self._log(x, y)
-        return (
-            (ug.square().sum(dim=-2, keepdim=True) + uh.square().sum(dim=-2, keepdim=True))
-            .to(x.dtype)
-            .sum(dim=(-2, -1), keepdim=keepdim)
-        )
+        ug, uh = (part.square().sum(dim=(-2, -1), keepdim=keepdim) for part in self._log(x, y))
+        return (ug + uh).to(x.dtype)
 
     def _log(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if x.shape[-1] != 1 or y.shape[-1] != 1:
             raise NotImplementedError(
-                f"expected points of rank 1, got rank {x.shape[-1]}: {type(self).__name__} has no logarithm and no "
-                "distance above rank one yet. PSDFixedRank has both at every rank."
+                f"expected points of rank 1, got rank {max(x.shape[-1], y.shape[-1])}: {type(self).__name__} has no "
+                "logarithm and no distance above rank one yet. PSDFixedRank has both at every rank."
             )
         x, y = torch.broadcast_tensors(x, y)
         return invariant_log(*self.unpack_tensor(x), *self.unpack_tensor(y))

@@ -163,9 +163,9 @@ class InvariantTangentSpace(TangentSpace):
             for target, part, n, *terms in rows:
                 times_transposed(part, n, out=target)
                 add_product(add_product(target, *terms[:2], out=target), *terms[2:], out=target)
-            return e if out is None or e is out else written(e, out)
+            return written(e, out)
 
-        return y if out is None or y is out else written(y, out), gradient
+        return written(y, out), gradient
 
     def _target(self, c: Tensor, out: Tensor | None) -> Tensor:
         """Where to write: ``out``, unless the arithmetic has another dtype."""

@@ -17,8 +17,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.linalg import gram, inverse_action, solve_by_correction
-from quotient_nets.manifolds.base import QuotientManifold
+from quotient_nets.linalg import (
+    at_least_single,
+    column_signs,
+    gram,
+    inverse_action,
+    random_orthogonal,
+    solve_by_correction,
+)
+from quotient_nets.manifolds.base import QuotientManifold, full_rank
 from quotient_nets.tangent_space import Checked
 
 CORRECTIONS = 2  # derivatives with respect to the point that are exact
@@ -91,9 +98,7 @@ class PSDFixedRank(QuotientManifold):
     ) -> Tensor:
         """Random orthogonal matrices of either determinant, uniform: ``(*size, r)`` for a batch shape and, last, r."""
         device = None if generator is None else generator.device
-        q, r = torch.linalg.qr(torch.randn(*size, size[-1], generator=generator, dtype=dtype, device=device))
-        # The sign of R's diagonal makes Q uniform on O(r); LAPACK's own choice fixes the determinant.
-        return q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+        return random_orthogonal(*size, size[-1], generator=generator, dtype=dtype, device=device)
 
     def _principal(self, x: Tensor) -> _Principal:
         x = x.detach()
@@ -104,8 +109,7 @@ class PSDFixedRank(QuotientManifold):
         floor = 10 * self.n * torch.finfo(y.dtype).eps * torch.linalg.vector_norm(s, dim=-1, keepdim=True)
         full = finite.squeeze(-1) & (s.narrow(-1, -1, 1) > floor)
         s = torch.where(full, s, math.nan)
-        probe = torch.frac(torch.arange(1, self.n + 1, dtype=y.dtype, device=y.device) * 0.6180339887) - 0.5
-        sign = torch.where(probe @ u < 0, -1.0, 1.0).unsqueeze(-2)
+        sign = column_signs(u)
         return _Principal(*(t.to(x.dtype) for t in (u * sign, s, vt.mT.mul(sign))))
 
     def canonicalize(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +121,7 @@ class PSDFixedRank(QuotientManifold):
         Returns:
             ``(y, a)`` with ``y = action(x, a)``, both detached.
         """
-        p = self._principal(_at_least_single(x))
+        p = self._principal(at_least_single(x))
         return (p.basis * p.s.unsqueeze(-2)).to(x.dtype), p.rotation.mT.to(x.dtype)
 
     @override
@@ -133,7 +137,7 @@ class PSDFixedRank(QuotientManifold):
         Elementwise in the eigenbasis of :math:`Y^\top Y`. Cost: one SVD of ``x`` and two products.
         """
         x, u = torch.broadcast_tensors(x, u)
-        y, z = _at_least_single(x), _at_least_single(u)
+        y, z = at_least_single(x), at_least_single(u)
         p = self._principal(y)
         y, z = y @ p.rotation, z @ p.rotation
         square = gram(y, y)
@@ -215,7 +219,7 @@ class PSDFixedRank(QuotientManifold):
         depends on them.
         """
         x, y, v = torch.broadcast_tensors(x, y, v)
-        at, vector = _at_least_single(x), _at_least_single(v)
+        at, vector = at_least_single(x), at_least_single(v)
         return self._lift(y, lambda basis: vector @ gram(at, basis) + at @ gram(vector, basis))
 
     def to_ambient(self, x: Tensor, u: Tensor) -> Tensor:
@@ -225,14 +229,14 @@ class PSDFixedRank(QuotientManifold):
 
     def from_ambient(self, x: Tensor, matrix: Tensor) -> Tensor:
         """Horizontal lift of a symmetric matrix's projection on the tangent space; the symmetric part is taken."""
-        matrix = _at_least_single(matrix + matrix.mT) / 2
+        matrix = at_least_single(matrix + matrix.mT) / 2
         return self._lift(x, lambda basis: matrix @ basis)
 
     def _lift(self, y: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
         """Horizontal lift at ``y`` of the tangent projection of the symmetric matrix that ``multiply`` applies."""
-        p = self._principal(_at_least_single(y))
+        p = self._principal(at_least_single(y))
         s = p.s.unsqueeze(-2)
-        basis = _at_least_single(y) @ p.rotation / s
+        basis = at_least_single(y) @ p.rotation / s
         defect = torch.eye(s.shape[-1], dtype=basis.dtype, device=basis.device) - gram(basis, basis)
         right = inverse_action(multiply(basis), defect)
         core = inverse_action(gram(basis, right).mT, defect)
@@ -258,7 +262,7 @@ class PSDFixedRank(QuotientManifold):
 
     def injectivity_radius(self, x: Tensor) -> Tensor:
         """Least singular value of ``Y``: shorter geodesics are the only shortest ones. Exact (Massart and Absil)."""
-        return self._principal(_at_least_single(x)).s.select(-1, -1)
+        return self._principal(at_least_single(x)).s.select(-1, -1)
 
     @override
     def _check_shape(self, shape: tuple[int, ...], name: str) -> tuple[bool, str | None]:
@@ -274,15 +278,4 @@ class PSDFixedRank(QuotientManifold):
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         if not bool(x.isfinite().all()):
             return False, "expected a finite factor, got NaN or Inf"
-        deficient = ~(self.injectivity_radius(x.double()) > 0)
-        if bool(deficient.any()):
-            where = f" at batch indices {deficient.nonzero().tolist()}" if deficient.dim() else ""
-            return False, (
-                f"expected a factor of full rank r={x.shape[-1]}; Y is numerically rank deficient{where}. "
-                "Use a smaller r."
-            )
-        return True, None
-
-
-def _at_least_single(x: Tensor) -> Tensor:
-    return x.float() if x.dtype.itemsize < 4 else x
+        return full_rank(~(self.injectivity_radius(x.double()) > 0), x, "a factor", "Y")

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Wei
 from typing_extensions import Unpack
 
 from quotient_nets.architectures import parameter_manifold
+from quotient_nets.linalg import at_least_single
 from quotient_nets.parameters import ParameterManifold, at_parameters, untouched
 from quotient_nets.parameters.batches import leaves, map_tensors
 from quotient_nets.parameters.invariance import check_invariance
@@ -135,8 +136,7 @@ def model_sharpness(
     fingerprint = hashlib.sha256()
     with untouched(model):
         space = parameter_manifold(model) if space is None else space
-        point = space.pack(model) if x is None else space.check_point_of(model, x)
-        point = point.to(torch.promote_types(point.dtype, WORKING))
+        point = space.pack(model) if x is None else at_least_single(space.check_point_of(model, x))
         own = space.canonicalize(point, translations=translations)
         at = space.section() if translations else space
         tangent = at.at(own, balanced=True)
@@ -187,8 +187,8 @@ def model_sharpness(
 
 
 def _refuse_single(batches: Any) -> None:
-    pair = isinstance(batches, tuple) and bool(batches) and all(isinstance(part, Tensor) for part in batches)
-    if pair or isinstance(batches, (Tensor, Mapping)):
+    bare = isinstance(batches, tuple) and bool(batches) and all(isinstance(part, Tensor) for part in batches)
+    if bare or isinstance(batches, (Tensor, Mapping)):
         raise ValueError(
             f"expected an iterable of batches, got a {type(batches).__name__} that looks like one batch. Pass "
             "`[batch]`; batches that are bare tensors go in a list."
@@ -243,8 +243,7 @@ def _evaluation(
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    narrow = tensor.is_floating_point() and tensor.dtype.itemsize < WORKING.itemsize
-    return tensor.to(WORKING) if narrow else tensor
+    return at_least_single(tensor) if tensor.is_floating_point() else tensor
 
 
 def _check_determinism(evaluate: Evaluate, x: Tensor, index: int) -> None:

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
 import geoopt
 import torch
 from torch import Tensor
 
+from quotient_nets.linalg import at_least_single
 from quotient_nets.sharpness.ascent import (
     AscentState,
     Evaluate,
@@ -70,9 +73,7 @@ def worst_case_sharpness(
     Source: da Silva et al. (arXiv 2505.05409); Croce and Hein (2020) for the ascent.
     """
     check_settings(rho, steps, restarts)
-    x = x.detach()
-    if x.dtype.itemsize < 4:
-        x = x.float()  # in half precision a small step is lost in the rounding of the point
+    x = at_least_single(x.detach())  # in half precision a small step is lost in the rounding of the point
     ok, reason = check_point(manifold, x)
     if not ok:
         raise ValueError(f"`x` is not a point of {type(manifold).__name__}: {reason}")
@@ -122,6 +123,26 @@ def differentiable_loss(loss: Callable[[Tensor], Tensor], batch: torch.Size, man
     return evaluate
 
 
+Settings = ParamSpec("Settings")
+Search = Callable[Concatenate[Evaluate, TangentSpace, Settings], Sharpness]
+
+
+def _autocast_for_the_loss_only(search: Search[Settings]) -> Search[Settings]:
+    """The caller's autocast is for the loss; rounded tangent vectors would leave the ball."""
+
+    @wraps(search)
+    def outside(evaluate: Evaluate, space: TangentSpace, *args: Settings.args, **kwargs: Settings.kwargs) -> Sharpness:
+        kind = space.x.device.type
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+            return search(evaluate, space, *args, **kwargs)
+        inside = torch.autocast(kind, dtype=torch.get_autocast_dtype(kind))(evaluate)
+        with torch.autocast(kind, enabled=False):
+            return search(inside, space, *args, **kwargs)
+
+    return outside
+
+
+@_autocast_for_the_loss_only
 @torch.no_grad()
 def ascend(
     evaluate: Evaluate,
@@ -142,22 +163,6 @@ def ascend(
     Raises:
         ValueError: The loss is NaN or infinite at a point of the ball.
     """
-    kind = space.x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        # The caller's autocast is for the loss; rounded tangent vectors would leave the ball.
-        evaluate = torch.autocast(kind, dtype=torch.get_autocast_dtype(kind))(evaluate)
-        with torch.autocast(kind, enabled=False):
-            return ascend(
-                evaluate,
-                space,
-                rho=rho,
-                steps=steps,
-                restarts=restarts,
-                path=path,
-                generator=generator,
-                progress=progress,
-                reuse_points=reuse_points,
-            )
     if generator is None:
         generator = torch.Generator().manual_seed(0)
     base, slope = evaluate(space.x, True)
