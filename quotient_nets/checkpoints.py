@@ -118,11 +118,13 @@ def text_task(directory: Path, data: Path, *, limit: int, batch_size: int) -> Ta
         except Exception as error:
             raise ValueError(f"cannot load a tokenizer from {directory}: {error}") from error
     tokens = tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
-    unknown = tokens["input_ids"] == tokenizer.unk_token_id
-    if bool(unknown.sum() >= tokens["attention_mask"].sum() / 2):
+    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    words = [token for row in tokens["input_ids"].tolist() for token in row if token not in special]
+    unknown = words.count(tokenizer.unk_token_id)
+    if 2 * unknown >= len(words):
         # transformers invents a tokenizer where a directory has none.
         raise ValueError(
-            f"expected a tokenizer in {directory} for the words of {data}; {int(unknown.sum())} tokens are unknown "
+            f"expected a tokenizer in {directory} for the words of {data}; {unknown} of {len(words)} tokens are unknown "
             "to it. Save the tokenizer beside the model with `tokenizer.save_pretrained`."
         )
     inputs = {name: tensor for name, tensor in tokens.items() if isinstance(tensor, Tensor)}

