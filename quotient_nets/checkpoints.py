@@ -124,8 +124,8 @@ def text_task(directory: Path, data: Path, *, limit: int, batch_size: int) -> Ta
     if 2 * unknown >= len(words):
         # transformers invents a tokenizer where a directory has none.
         raise ValueError(
-            f"expected a tokenizer in {directory} for the words of {data}; {unknown} of {len(words)} tokens are unknown "
-            "to it. Save the tokenizer beside the model with `tokenizer.save_pretrained`."
+            f"expected a tokenizer in {directory} for the words of {data}; {unknown} of {len(words)} tokens are "
+            "unknown to it. Save the tokenizer beside the model with `tokenizer.save_pretrained`."
         )
     inputs = {name: tensor for name, tensor in tokens.items() if isinstance(tensor, Tensor)}
     return _task(directory, model, inputs, torch.tensor(labels), batch_size)

@@ -175,9 +175,9 @@ class InvariantFixedRank(FixedRank):
     tangent :math:`U M V^\top + U_p V^\top + U V_p^\top` has squared norm
     :math:`\sum M_{ij}^2 / (s_i^2 + s_j^2) + \sum (|U_{p,j}|^2 + |V_{p,j}|^2) / s_j^2`.
 
-    Every method builds the frame of ``x``: 3 to 7 times the cost of the products it needs. Loops that stay at one point
-    take :meth:`at`. All methods are differentiable twice in all arguments, also at repeated singular values, and give
-    NaN for a rank-deficient element only.
+    Every method builds the frame of ``x``, which takes more than half of the time (``tests/benchmarks``). Loops that
+    stay at one point take :meth:`at`. All methods are differentiable twice in all arguments, also at repeated singular
+    values, and give NaN for a rank-deficient element only.
 
     Source: Mishra, Meyer, Bonnabel and Sepulchre (2014); da Silva et al. (arXiv 2505.05409).
     """

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from quotient_nets import AdaptiveEuclidean, InvariantFixedRank
+from quotient_nets.manifolds import exponential
 from quotient_nets.manifolds.exponential import bessel_weights, velocity_exponential, velocity_exponential_vjp
 from quotient_nets.tangent_space import TangentSpace
 from tests.strategies import Case, fixed_rank
@@ -17,6 +18,12 @@ from tests.strategies import Case, fixed_rank
 ROUNDING = 1e-11
 RADII = [1e-8, 0.1, 0.5, 2.0, 4.0]
 MANIFOLD = InvariantFixedRank(6, 5)
+
+
+def taylor_degree(radius: float, tolerance: float) -> int:
+    """Degree of a Taylor polynomial for the same skew-symmetric matrix."""
+    theta = math.sqrt(2) * radius
+    return next(d for d in range(1, 99) if theta ** (d + 1) / math.factorial(d + 1) <= tolerance * min(theta, 1.0))
 
 
 def space_and_steps(radius: float, r: int, batch: tuple[int, ...], dtype: torch.dtype) -> tuple[TangentSpace, Tensor]:
@@ -59,6 +66,26 @@ def test_weights_are_those_of_the_exponential_of_an_imaginary_number(radius: flo
     for angle in (0.0, 0.3, 1.0, 2.5):
         odd = sum((-1) ** (k // 2) * w * math.cos(k * angle) for k, w in enumerate(weights, 1) if k % 2)
         assert math.isclose(odd, math.sin(theta * math.cos(angle)), rel_tol=1e-12, abs_tol=1e-16)
+
+
+@pytest.mark.parametrize(
+    ("radius", "series", "taylor", "products"), [(0.1, 5, 6, 15), (0.5, 8, 9, 22), (2.0, 13, 17, 34)]
+)
+def test_costs_that_the_documentation_names(
+    monkeypatch: pytest.MonkeyPatch, radius: float, series: int, taylor: int, products: int
+) -> None:
+    tolerance = torch.finfo(torch.float32).eps / 2
+    assert len(bessel_weights(radius, tolerance)) == series
+    assert taylor_degree(radius, tolerance) == taylor
+    counted = []
+    for name in ("times", "add_product"):
+        function = getattr(exponential, name)
+        monkeypatch.setattr(
+            exponential, name, lambda *args, f=function, **kwargs: counted.append(f) or f(*args, **kwargs)
+        )
+    a = torch.randn(2, 3, 3)
+    exponential.velocity_exponential(a, a.mT, a.mT @ a, radius)
+    assert len(counted) == products
 
 
 @pytest.mark.parametrize("r", [1, 3])
