@@ -2,7 +2,22 @@
 
 from quotient_nets.manifolds.adaptive import AdaptiveEuclidean
 from quotient_nets.manifolds.base import QuotientManifold
-from quotient_nets.manifolds.fixed_rank import FixedRank, InvariantFixedRank
+from quotient_nets.manifolds.fixed_rank import (
+    EmbeddedFixedRank,
+    FixedRank,
+    InvariantFixedRank,
+    PreconditionedFixedRank,
+)
+from quotient_nets.manifolds.matrices import FixedRankMatrices
 from quotient_nets.manifolds.psd import PSDFixedRank
 
-__all__ = ["AdaptiveEuclidean", "FixedRank", "InvariantFixedRank", "PSDFixedRank", "QuotientManifold"]
+__all__ = [
+    "AdaptiveEuclidean",
+    "EmbeddedFixedRank",
+    "FixedRank",
+    "FixedRankMatrices",
+    "InvariantFixedRank",
+    "PSDFixedRank",
+    "PreconditionedFixedRank",
+    "QuotientManifold",
+]

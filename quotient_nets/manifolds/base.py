@@ -11,6 +11,7 @@ default only with a closed form. Imports: geoopt, torch, :mod:`quotient_nets.tan
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import geoopt
@@ -208,3 +209,17 @@ def full_rank(deficient: Tensor, x: Tensor, factors: str, product: str) -> Check
         f"expected {factors} of full rank r={x.shape[-1]}; {product} is numerically rank deficient{where}. "
         "Use a smaller r."
     )
+
+
+def refuse_nan(result: Tensor, inputs: Iterable[Tensor], expected: str) -> None:
+    """Raise where a result is NaN although what it was computed from is finite.
+
+    Raises:
+        ValueError: ``expected``, with the indices of the elements that are NaN.
+    """
+    lost = ~result.detach().isfinite().all(dim=(-2, -1))
+    for t in inputs:
+        lost = lost & t.isfinite().all(dim=(-2, -1))
+    if bool(lost.any()):
+        where = f" (batch indices {lost.nonzero().tolist()})" if lost.dim() else ""
+        raise ValueError(f"{expected}{where}. `check=False` gives NaN instead.")

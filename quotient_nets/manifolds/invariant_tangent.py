@@ -26,73 +26,38 @@ from quotient_nets.linalg import (
     times_transposed,
 )
 from quotient_nets.manifolds.exponential import Pullback, velocity_exponential, velocity_exponential_vjp
-from quotient_nets.tangent_space import PathGradient, TangentSpace, written
-
-UNKNOWN_PATH = "expected a path 'retr', 'second_order' or 'expmap', got {!r}"
-CORRECTIONS = 2  # derivatives of the projection with respect to the point that are exact
+from quotient_nets.manifolds.factor_tangent import CORRECTIONS, UNKNOWN_PATH, FactorTangentSpace, stack, sym
+from quotient_nets.tangent_space import PathGradient, written
 
 
-class InvariantTangentSpace(TangentSpace):
-    """Vectors at a pair of factors; coordinates have the shape of the point, ``(..., n + m, r)``.
+class InvariantTangentSpace(FactorTangentSpace):
+    """Coordinates ``(u_G P_G^{-1}, u_H P_H^{-1})``: the metric is their Frobenius product."""
 
-    Args:
-        x: The point.
-        n: Rows of ``G``.
-        frame: Its frame.
-        differentiable: Carry derivatives with respect to ``x``; loops at one point do without.
-    """
-
-    ndim = 2
     orthonormal = True
 
     def __init__(self, x: Tensor, n: int, frame: Frame, *, differentiable: bool = False):
-        self.x, self.n, self.frame = x, n, frame
-        self.batch = x.shape[:-2]
+        super().__init__(x, n, frame, differentiable=differentiable)
         s = frame.spectrum
         self.ratio = s.unsqueeze(-1) / s.unsqueeze(-2)
-        self.g, self.h = frame.g, frame.h
-        self.defect_g = self.defect_h = None
-        if differentiable:
-            xg, xh = self._split(x)
-            self.g, self.defect_g = _carry(xg, frame.g, frame.pull_g)
-            self.h, self.defect_h = _carry(xh, frame.h, frame.pull_h)
-
-    def _split(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        g, h = y.to(self.g.dtype).split([self.n, y.shape[-2] - self.n], dim=-2)
-        return g, h
-
-    @override
-    def coordinates(self, u: Tensor) -> Tensor:
-        ug, uh = self._split(u)
-        return _stack(times(ug, self.frame.pull_g), times(uh, self.frame.pull_h))
-
-    @override
-    def vector(self, c: Tensor) -> Tensor:
-        cg, ch = self._split(c)
-        return _stack(times(cg, self.frame.push_g), times(ch, self.frame.push_h))
-
-    @override
-    def pull_gradient(self, e: Tensor) -> Tensor:
-        eg, eh = self._split(e)
-        return _stack(times_transposed(eg, self.frame.push_g), times_transposed(eh, self.frame.push_h))
+        self.pull, self.push = (frame.pull_g, frame.pull_h), (frame.push_g, frame.push_h)
 
     @override
     def inner(self, c: Tensor, d: Tensor) -> Tensor:
         if self.defect_g is not None:
-            cg, ch = self._split(c)
-            c = _stack(inverse_action(cg, self.defect_g), inverse_action(ch, self.defect_h))
+            cg, ch = self.split(c)
+            c = stack(inverse_action(cg, self.defect_g), inverse_action(ch, self.defect_h))
         return super().inner(c, d)
 
     @override
     def project(self, c: Tensor) -> Tensor:
-        cg, ch = self._split(c)
+        cg, ch = self.split(c)
         t, scale = self.ratio, 1 + self.ratio.square()
         # z is the transpose of zeta: the vertical part of c is (-g zeta, h s zeta^T s^{-1})
         k = inverse_action(gram(self.h, ch), self.defect_h)
         rhs = t * k - inverse_action(gram(self.g, cg), self.defect_g).mT
         exact = self.defect_g is None
         z = rhs / scale if exact else solve_by_correction(self._vertical_gram, scale, rhs, CORRECTIONS)
-        return _stack(cg + times(self.g, z.mT), ch - times(self.h, t * z))
+        return stack(cg + times(self.g, z.mT), ch - times(self.h, t * z))
 
     def _vertical_gram(self, z: Tensor) -> Tensor:
         """Left side of the equation that a vertical part obeys; ``(1 + t^2) z`` where both defects vanish."""
@@ -106,19 +71,14 @@ class InvariantTangentSpace(TangentSpace):
     @override
     def gradient(self, e: Tensor) -> Tensor:
         if self.defect_g is not None and self.defect_h is not None:
-            eg, eh = self._split(e)
-            e = _stack(eg - times(eg, self.defect_g), eh - times(eh, self.defect_h))
+            eg, eh = self.split(e)
+            e = stack(eg - times(eg, self.defect_g), eh - times(eh, self.defect_h))
         return self.project(e)
 
     @override
-    def move(self, c: Tensor, path: str, radius: float | None = None) -> Tensor:
-        if path == "retr":
-            return self.x + self.vector(c)
-        cg, ch = self._split(c)
-        xg, xh = self._split(self.x)
+    def steps(self, path: str, cg: Tensor, ch: Tensor, radius: float | None) -> tuple[Tensor, Tensor]:
         step_g = _step(path, self.g, cg, self.defect_g, self.frame.push_g, radius)
-        step_h = _step(path, self.h, ch, self.defect_h, self.frame.push_h, radius)
-        return _stack(xg + step_g, xh + step_h)
+        return step_g, _step(path, self.h, ch, self.defect_h, self.frame.push_h, radius)
 
     @override
     def follow(
@@ -133,7 +93,7 @@ class InvariantTangentSpace(TangentSpace):
                 return written(self.project(self.pull_gradient(slope)), out)
 
             return torch.add(self.x, self.vector(c), out=out), straight
-        bases, parts, pushes = (self.g, self.h), self._split(c), (self.frame.push_g, self.frame.push_h)
+        bases, parts, pushes = (self.g, self.h), self.split(c), (self.frame.push_g, self.frame.push_h)
         # Both sides in one batch: half the calls, and the coefficients do not know the number of rows.
         a, b = _pairs(gram, bases, parts), _pairs(gram, parts, parts)
         m1, m2, pullback = _coefficients(path, a.flatten(0, -3), b.flatten(0, -3), radius)
@@ -141,11 +101,11 @@ class InvariantTangentSpace(TangentSpace):
         m1, m2 = m1.view(a.shape), m2.view(a.shape) + eye
         inner, outer = (tuple(map(times, m.unbind(), pushes)) for m in (m1, m2))
         y = self._target(c, out)
-        for target, x, *terms in zip(self._split(y), self._split(self.x), bases, inner, parts, outer, strict=True):
+        for target, x, *terms in zip(self.split(y), self.split(self.x), bases, inner, parts, outer, strict=True):
             add_product(add_product(x, *terms[:2], out=target), *terms[2:], out=target)
 
         def gradient(slope: Tensor, out: Tensor | None = None) -> Tensor:
-            slopes = self._split(slope)
+            slopes = self.split(slope)
             along, across = _pairs(gram, bases, slopes), _pairs(gram, parts, slopes)
             m1_bar, m2_bar = (
                 torch.stack(tuple(map(times_transposed, bar.unbind(), pushes))).flatten(0, -3)
@@ -159,7 +119,7 @@ class InvariantTangentSpace(TangentSpace):
             z = (self.ratio * right - left.mT) / (1 + self.ratio.square())
             a_bar = a_bar.view(a.shape) + torch.stack((z.mT, -self.ratio * z))
             e = self._target(c, out)
-            rows = zip(self._split(e), slopes, outer, bases, a_bar.unbind(), parts, b_bar.view(a.shape), strict=True)
+            rows = zip(self.split(e), slopes, outer, bases, a_bar.unbind(), parts, b_bar.view(a.shape), strict=True)
             for target, part, n, *terms in rows:
                 times_transposed(part, n, out=target)
                 add_product(add_product(target, *terms[:2], out=target), *terms[2:], out=target)
@@ -172,18 +132,8 @@ class InvariantTangentSpace(TangentSpace):
         dtype = self.g.dtype
         return out if out is not None and out.dtype == dtype else torch.empty_like(c, dtype=dtype)
 
-    def lift(self, g: Tensor, h: Tensor, vg: Tensor, vh: Tensor) -> Tensor:
-        r"""Coordinates of the horizontal lift of the projected tangent :math:`v_G H^\top + G v_H^\top`.
-
-        Args:
-            g: Left factor of the point where ``v`` is a tangent vector; likewise ``h``.
-            h: Right factor.
-            vg: Rows of ``v`` that belong to ``G``.
-            vh: Rows of ``v`` that belong to ``H``.
-        """
-        g, h, vg, vh = (t.to(self.g.dtype) for t in (g, h, vg, vh))
-        right = times(vg, gram(h, self.h)) + times(g, gram(vh, self.h))
-        left = times(vh, gram(g, self.g)) + times(h, gram(vg, self.g))
+    @override
+    def lift(self, right: Tensor, left: Tensor) -> Tensor:
         right = inverse_action(right, self.defect_h)
         left = inverse_action(left, self.defect_g)
         core = inverse_action(gram(self.g, right).mT, self.defect_g).mT
@@ -191,31 +141,16 @@ class InvariantTangentSpace(TangentSpace):
         share = self.ratio / (s * (1 + self.ratio.square()))  # s_i / (s_i^2 + s_j^2)
         cg = times(self.g, core * share.mT) + (right - times(self.g, core)) / s
         ch = times(self.h, (core * share).mT) + (left - times(self.h, core.mT)) / s
-        return self.project(_stack(cg, ch))
+        return self.project(stack(cg, ch))
 
     @override
-    def certificates(self, c: Tensor) -> dict[str, Tensor]:
-        s = self.frame.spectrum
-        first, last = s.select(-1, 0), s.select(-1, -1)
-        relative = -s.diff(dim=-1) / s.narrow(-1, 0, s.shape[-1] - 1)
-        gap = relative.amin(-1) if s.shape[-1] > 1 else torch.ones_like(first)
-        return super().certificates(c) | {"condition_number": first / last, "spectral_gap": gap}
+    def hessian(self, e: Tensor, de: Tensor, c: Tensor) -> Tensor:
+        parts = zip((self.g, self.h), (self.defect_g, self.defect_h), *map(self.split, (e, de, c)), strict=True)
+        return self.project(stack(*(_factor_hessian(*part) for part in parts)))
 
 
 def _pairs(function: Callable[[Tensor, Tensor], Tensor], left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
     return torch.stack(tuple(map(function, left, right)))
-
-
-def _stack(g: Tensor, h: Tensor) -> Tensor:
-    return torch.cat([g, h], dim=-2)
-
-
-def _carry(factor: Tensor, basis: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
-    """The orthonormal basis with the derivatives of ``factor @ pull``, and its defect ``I - basis^T basis``."""
-    moving = times(factor, pull)
-    basis = basis + (moving - moving.detach())
-    eye = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
-    return basis, eye - gram(basis, basis)
 
 
 def _step(path: str, g: Tensor, c: Tensor, defect: Tensor | None, push: Tensor, radius: float | None) -> Tensor:
@@ -255,3 +190,13 @@ def _coefficients(path: str, a: Tensor, b: Tensor, radius: float | None) -> tupl
         return m2_bar / 2, m2_bar / 2, m1_bar / -2
 
     return -b / 2, (a + a.mT) / 2, pullback
+
+
+def _factor_hessian(g: Tensor, defect: Tensor | None, e: Tensor, de: Tensor, c: Tensor) -> Tensor:
+    """Covariant derivative along ``c`` of the gradient ``e S`` of one factor with ``S = g^T g``."""
+    square = gram(g, g)
+    gradient = times(e, square)
+    change = times(de, square) + 2 * times(e, sym(gram(c, g)))
+    connection = times(inverse_action(gradient, defect), sym(gram(g, c)))
+    connection = connection + times(inverse_action(c, defect), sym(gram(g, gradient)))
+    return change - connection + times(inverse_action(g, defect), sym(gram(c, gradient)))

@@ -1,14 +1,25 @@
 r"""Matrices of rank one, :math:`s\,u v^\top` with unit ``u``, ``v``: a half-line times two spheres, up to a sign.
 
-The logarithm that needs a solver at higher rank is in closed form here. Imports: torch.
+What needs a solver at higher rank is in closed form here. Under the invariant metric and that of the polar
+factorisation the half-line is a flat factor; under the embedded and the preconditioned metric it is the radius of a
+cone, which is unrolled into a plane.
+
+Imports: torch, :mod:`quotient_nets.linalg`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-SMALL = 1e-4  # squared sine below which the angle is a series
+from quotient_nets.linalg import gram
+
+SMALL = 1e-4  # squared sine, angle or ratio below which a series is used: its next term is below one rounding unit
 
 
 def sphere_log(g: Tensor, q: Tensor) -> Tensor:
@@ -16,9 +27,9 @@ def sphere_log(g: Tensor, q: Tensor) -> Tensor:
 
     Derivatives of all orders exist at ``q = g``.
     """
-    cosine = (g * q).sum(dim=-2, keepdim=True)
+    cosine = gram(g, q)
     across = q - g * cosine
-    square = across.square().sum(dim=-2, keepdim=True)
+    square = gram(across, across)
     near = (square < SMALL) & (cosine > 0)
     series = 1 + square * (1 / 6 + square * (3 / 40 + square * 15 / 336))
     sine = torch.where(near, 1.0, square).sqrt()
@@ -26,21 +37,136 @@ def sphere_log(g: Tensor, q: Tensor) -> Tensor:
     return across * factor
 
 
-def invariant_log(g: Tensor, h: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Logarithm of the invariant metric from ``(g, h)`` to ``(p, q)``, relative to the lengths of ``g`` and ``h``.
-
-    The metric of :math:`s\,u v^\top` is :math:`ds^2 / (2 s^2) + |du|^2 + |dv|^2`, a flat line times two spheres; the
-    common sign of ``u`` and ``v`` is the one with the shorter way.
-    """
-    lengths = [torch.linalg.vector_norm(t, dim=-2, keepdim=True) for t in (g, h, p, q)]
-    g, h, p, q = (t / length for t, length in zip((g, h, p, q), lengths, strict=True))
-    growth = (lengths[2].log() - lengths[0].log() + lengths[3].log() - lengths[1].log()) / 2
+def sphere_logs(g: Tensor, h: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Shortest tangent vectors from ``g`` to ``p`` and from ``h`` to ``q`` for the better common sign of ``p``, ``q``."""
     # The sign is chosen before anything is differentiated: with the other one a point is its own antipode.
-    angles = [_angle(g.detach(), p.detach()), _angle(h.detach(), q.detach())]
-    sign = torch.where(angles[0] + angles[1] > torch.pi, -1.0, 1.0).to(g.dtype)
-    return g * growth + sphere_log(g, sign * p), h * growth + sphere_log(h, sign * q)
+    angles = _angle(g.detach(), p.detach()) + _angle(h.detach(), q.detach())
+    sign = torch.where(angles > math.pi, -1.0, 1.0).to(g.dtype)
+    return sphere_log(g, sign * p), sphere_log(h, sign * q)
+
+
+def unit_columns(left: Tensor, right: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Unit vectors and singular value of the matrix ``left right^T`` of rank one."""
+    lengths = [torch.linalg.vector_norm(t, dim=-2, keepdim=True) for t in (left, right)]
+    return (left / lengths[0], right / lengths[1]), lengths[0] * lengths[1]
+
+
+def sum_of_squares(vectors: Sequence[Tensor]) -> Tensor:
+    """Squared length of several columns together, ``(..., 1, 1)``."""
+    left, right = vectors
+    return gram(left, left) + gram(right, right)
 
 
 def _angle(g: Tensor, q: Tensor) -> Tensor:
-    cosine = (g * q).sum(dim=-2, keepdim=True)
+    cosine = gram(g, q)
     return torch.atan2(torch.linalg.vector_norm(q - g * cosine, dim=-2, keepdim=True), cosine)
+
+
+@dataclass(frozen=True)
+class Cylinder:
+    r"""The surface of :math:`(\log s, \theta)` with the metric :math:`w\, d(\log s)^2 + d\theta^2`.
+
+    Attributes:
+        weight: :math:`w`.
+    """
+
+    weight: float
+    complete: ClassVar = True
+
+    def reach(self, s: Tensor) -> Tensor:
+        """Length below which no geodesic from ``s`` ends: infinite."""
+        return torch.full_like(s, math.inf)
+
+    def log(self, s: Tensor, end: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
+        """Velocity of ``s``, and the factor of the angle in the velocity of the matrix, from ``s`` to ``end``.
+
+        Args:
+            s: Singular value at the start.
+            end: Singular value at the end.
+            square: Squared angle.
+        """
+        return s * (end / s).log(), s + torch.zeros_like(square)
+
+    def dist2(self, s: Tensor, end: Tensor, square: Tensor) -> Tensor:
+        """Squared distance, for the arguments of :meth:`log`."""
+        return self.weight * (end / s).log().square() + square
+
+
+@dataclass(frozen=True)
+class Cone:
+    r"""The surface with radius ``s`` and angle :math:`\kappa \theta`, and lengths divided by :math:`\kappa`.
+
+    Attributes:
+        speed: :math:`\kappa`.
+    """
+
+    speed: float
+    complete: ClassVar = False
+
+    def reach(self, s: Tensor) -> Tensor:
+        """Length below which no geodesic from ``s`` meets the apex."""
+        return s / self.speed
+
+    def log(self, s: Tensor, end: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
+        r"""As :meth:`Cylinder.log`; NaN from :math:`\kappa \theta = \pi` on.
+
+        The shortest way then leads through the apex, which is no point.
+        """
+        square = self.speed**2 * square
+        reached = torch.where(square < math.pi**2, 1.0, math.nan).to(s.dtype)
+        cosine, sinc = cos_and_sinc(square)
+        return reached * (end * cosine - s), reached * end * sinc
+
+    def dist2(self, s: Tensor, end: Tensor, square: Tensor) -> Tensor:
+        """Squared distance: the infimum of squared lengths, also where no way is the shortest."""
+        square = self.speed**2 * square
+        # With 1 - cos = 2 sin^2 of half the angle nothing cancels for neighbours.
+        half = cos_and_sinc(square / 4)[1]
+        around = (end - s).square() + s * end * square * half.square()
+        return torch.where(square < math.pi**2, around, (end + s).square()) / self.speed**2
+
+    def exponential(self, g: Tensor, h: Tensor, bg: Tensor, bh: Tensor, s: Tensor) -> list[tuple[Tensor, Tensor]]:
+        r"""Geodesic from :math:`s\,g h^\top` with velocity :math:`b_G h^\top + g b_H^\top`.
+
+        In the unrolled plane the geodesic is a straight line; the radius at its end is shared evenly by the factors.
+
+        Returns:
+            For each side ``(m1, m2)``: the factor is displaced by ``b + g m1 + b m2`` in units where ``g`` stands for
+            ``g s``. NaN where the line meets the apex.
+        """
+        left, right = gram(g, bg) / gram(g, g), gram(h, bh) / gram(h, h)
+        radial = left + right
+        across_g, across_h = bg - g * left, bh - h * right
+        square_g, square_h = gram(across_g, across_g), gram(across_h, across_h)
+        forward = s + radial
+        square = self.speed**2 * (square_g + square_h)
+        radius = forward.square() + square
+        # At the apex there is no direction.
+        radius = torch.where((square > 0) | (forward > 0), radius, math.nan)
+        rate = _atan_ratio(square, forward)  # of the angle, over the length of the velocity across
+        root = (radius / s.square()) ** 0.25  # of the ratio of the radii
+        result: list[tuple[Tensor, Tensor]] = []
+        for core, across in ((left, square_g), (right, square_h)):
+            cosine, sinc = cos_and_sinc(rate.square() * across)
+            # g cos + (b - g core) sin / |.| in place of g
+            m2 = root * s * rate * sinc
+            result.append((s * (root * cosine - 1) - core * m2, m2 - 1))
+        return result
+
+
+def cos_and_sinc(square: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine of ``a`` and ``sin(a) / a`` as smooth functions of ``a**2``."""
+    near = square < SMALL
+    angle = torch.where(near, 1.0, square).sqrt()
+    cosine = 1 + square * (-1 / 2 + square * (1 / 24 - square / 720))
+    sinc = 1 + square * (-1 / 6 + square * (1 / 120 - square / 5040))
+    return torch.where(near, cosine, angle.cos()), torch.where(near, sinc, angle.sin() / angle)
+
+
+def _atan_ratio(square: Tensor, x: Tensor) -> Tensor:
+    """``atan2(y, x) / y`` as a smooth function of ``y**2``, for positive ``x`` where ``y`` vanishes."""
+    near = (square < SMALL * x.square()) & (x > 0)
+    z = square / torch.where(near, x, 1.0).square()
+    series = (1 + z * (-1 / 3 + z * (1 / 5 - z / 7))) / torch.where(near, x, 1.0)
+    y = torch.where(near | (square == 0), 1.0, square).sqrt()
+    return torch.where(near, series, torch.atan2(y, x) / y)

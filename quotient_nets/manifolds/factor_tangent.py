@@ -1,0 +1,144 @@
+r"""Tangent space of fixed-rank matrices given by a pair of factors, in the frames of the factors.
+
+With :math:`G = g P_G`, :math:`H = h P_H` and orthonormal ``g``, ``h``, a vector :math:`u = (u_G, u_H)` has coordinates
+:math:`c = (u_G T_G, u_H T_H)`; a metric chooses the transforms so that it is simple. The frame is a constant under
+autograd; what its factors lose of their orthonormality when the point varies, the *defect*, is zero in value and
+carries the derivatives.
+
+Imports: torch, :mod:`quotient_nets.linalg`, :mod:`quotient_nets.tangent_space`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from quotient_nets.linalg import Frame, gram, inverse_action, times, times_transposed
+from quotient_nets.tangent_space import TangentSpace
+
+UNKNOWN_PATH = "expected a path 'retr', 'second_order' or 'expmap', got {!r}"
+CORRECTIONS = 2  # derivatives of a solution with respect to the point that are exact
+
+Terms = Sequence[tuple[Tensor, Tensor]]
+r"""Pairs ``(a, b)`` of factors ``(..., n, k)`` and ``(..., m, k)`` that stand for the matrix :math:`\sum a b^\top`."""
+
+
+class MatrixTangentSpace(TangentSpace):
+    """Tangent space at a matrix of fixed rank, whatever represents it: tangent vectors are also tangent matrices."""
+
+    frame: Frame
+    g: Tensor
+    h: Tensor
+
+    def products(self, terms: Terms) -> tuple[Tensor, Tensor]:
+        """``Z h`` and ``Z^T g`` for the matrix ``Z`` that ``terms`` stand for, without forming it."""
+        terms = [(a.to(self.g.dtype), b.to(self.g.dtype)) for a, b in terms]
+        right = sum((times(a, gram(b, self.h)) for a, b in terms[1:]), times(terms[0][0], gram(terms[0][1], self.h)))
+        left = sum((times(b, gram(a, self.g)) for a, b in terms[1:]), times(terms[0][1], gram(terms[0][0], self.g)))
+        return right, left
+
+    @abstractmethod
+    def lift(self, right: Tensor, left: Tensor) -> Tensor:
+        """Coordinates of the horizontal lift of the projected matrix ``Z`` with ``right = Z h``, ``left = Z^T g``."""
+
+    @abstractmethod
+    def hessian(self, e: Tensor, de: Tensor, c: Tensor) -> Tensor:
+        """Riemannian Hessian along ``c``, in coordinates.
+
+        Args:
+            e: Euclidean gradient as :meth:`pull_gradient` returns it.
+            de: Its derivative along ``c``, pulled in the same way.
+            c: Horizontal direction.
+        """
+
+    @override
+    def certificates(self, c: Tensor) -> dict[str, Tensor]:
+        s = self.frame.spectrum
+        first, last = s.select(-1, 0), s.select(-1, -1)
+        relative = -s.diff(dim=-1) / s.narrow(-1, 0, s.shape[-1] - 1)
+        gap = relative.amin(-1) if s.shape[-1] > 1 else torch.ones_like(first)
+        return super().certificates(c) | {"condition_number": first / last, "spectral_gap": gap}
+
+
+class FactorTangentSpace(MatrixTangentSpace):
+    """Vectors at a pair of factors; coordinates have the shape of the point, ``(..., n + m, r)``.
+
+    Args:
+        x: The point.
+        n: Rows of ``G``.
+        frame: Its frame.
+        differentiable: Carry derivatives with respect to ``x``; loops at one point do without.
+    """
+
+    ndim = 2
+    pull: tuple[Tensor, Tensor]
+    push: tuple[Tensor, Tensor]
+
+    def __init__(self, x: Tensor, n: int, frame: Frame, *, differentiable: bool = False):
+        self.x, self.n, self.frame = x, n, frame
+        self.batch = x.shape[:-2]
+        self.g, self.h = frame.g, frame.h
+        self.defect_g = self.defect_h = None
+        if differentiable:
+            xg, xh = self.split(x)
+            self.g, self.defect_g = _carry(xg, frame.g, frame.pull_g)
+            self.h, self.defect_h = _carry(xh, frame.h, frame.pull_h)
+
+    def split(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of ``G`` and of ``H``, in the dtype of the frame."""
+        g, h = y.to(self.g.dtype).split([self.n, y.shape[-2] - self.n], dim=-2)
+        return g, h
+
+    @override
+    def coordinates(self, u: Tensor) -> Tensor:
+        return stack(*map(times, self.split(u), self.pull))
+
+    @override
+    def vector(self, c: Tensor) -> Tensor:
+        return stack(*map(times, self.split(c), self.push))
+
+    @override
+    def pull_gradient(self, e: Tensor) -> Tensor:
+        return stack(*map(times_transposed, self.split(e), self.push))
+
+    @override
+    def move(self, c: Tensor, path: str, radius: float | None = None) -> Tensor:
+        if path == "retr":
+            return self.x + self.vector(c)
+        steps = self.steps(path, *self.split(c), radius)
+        return stack(*map(torch.add, self.split(self.x), steps))
+
+    @abstractmethod
+    def steps(self, path: str, cg: Tensor, ch: Tensor, radius: float | None) -> tuple[Tensor, Tensor]:
+        """Displacements of ``G`` and ``H`` along the path ``"expmap"`` or ``"second_order"``.
+
+        Raises:
+            ValueError: There is no path of this name.
+        """
+
+    def cores(self, cg: Tensor, ch: Tensor) -> tuple[Tensor, Tensor]:
+        """Components along the frame: ``g^T c_g`` and ``h^T c_h``, by least squares where the frame is not exact."""
+        left = inverse_action(gram(self.g, cg).mT, self.defect_g).mT
+        return left, inverse_action(gram(self.h, ch).mT, self.defect_h).mT
+
+
+def stack(g: Tensor, h: Tensor) -> Tensor:
+    """Rows of ``G`` above rows of ``H``."""
+    return torch.cat([g, h], dim=-2)
+
+
+def sym(a: Tensor) -> Tensor:
+    """Symmetric part."""
+    return (a + a.mT) / 2
+
+
+def _carry(factor: Tensor, basis: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
+    """The orthonormal basis with the derivatives of ``factor @ pull``, and its defect ``I - basis^T basis``."""
+    moving = times(factor, pull)
+    basis = basis + (moving - moving.detach())
+    eye = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
+    return basis, eye - gram(basis, basis)

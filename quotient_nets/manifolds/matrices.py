@@ -1,0 +1,269 @@
+r"""Matrices of fixed rank, whatever their representation and metric: every operation by way of the tangent space.
+
+A subclass says how a matrix :math:`X = g \operatorname{diag}(s) h^\top` is stored, which factors a point and a tangent
+vector have, and which :class:`~quotient_nets.manifolds.factor_tangent.MatrixTangentSpace` holds its metric. All the
+rest follows, and is written once.
+
+Imports: geoopt, torch, :mod:`quotient_nets.linalg`. Knows nothing of networks.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from quotient_nets.linalg import Frame, at_least_single, column_signs, gram
+from quotient_nets.manifolds.base import QuotientManifold, full_rank, refuse_nan, root
+from quotient_nets.manifolds.factor_tangent import MatrixTangentSpace, Terms
+from quotient_nets.manifolds.rank_one import Cone, Cylinder, sphere_logs, sum_of_squares, unit_columns
+
+
+class FixedRankMatrices(QuotientManifold):
+    r"""``n x m`` matrices of rank ``r``; the rank is that of the point, ``1 <= r <= min(n, m)``.
+
+    Args:
+        n: Rows of the matrix.
+        m: Columns of the matrix.
+
+    Raises:
+        ValueError: ``n`` or ``m`` is not a positive integer.
+    """
+
+    rank_one: Cone | Cylinder
+    """What the metric is at rank one: the surface of the singular value and the angle."""
+
+    def __init__(self, n: int, m: int):
+        super().__init__()
+        if not (isinstance(n, int) and isinstance(m, int) and n > 0 and m > 0):
+            raise ValueError(f"expected positive integers n (rows of G) and m (rows of H), got n={n!r}, m={m!r}")
+        self.n, self.m = n, m
+
+    @property
+    def name(self) -> str:
+        """Class and sizes, for messages."""
+        return f"{type(self).__name__}({self.n}, {self.m})"
+
+    @override
+    def _numbers(self) -> tuple[Any, ...]:
+        return self.n, self.m
+
+    def dimension(self, r: int) -> int:
+        """Dimension of the manifold of rank-``r`` matrices, ``(n + m - r) r``."""
+        return (self.n + self.m - r) * r
+
+    @abstractmethod
+    def frame(self, x: Tensor) -> Frame:
+        """Singular value decomposition of the matrix and the way to it; see :class:`quotient_nets.linalg.Frame`."""
+
+    @abstractmethod
+    def from_frame(self, g: Tensor, s: Tensor, h: Tensor) -> Tensor:
+        r"""The canonical representative of :math:`g \operatorname{diag}(s) h^\top`."""
+
+    @abstractmethod
+    @override
+    def at(self, x: Tensor, *, balanced: bool = False) -> MatrixTangentSpace:
+        """Tangent space at ``x``, constant under autograd.
+
+        Args:
+            x: Point.
+            balanced: ``x`` is as :meth:`canonicalize` returns it; the frame then needs no decomposition.
+        """
+
+    @abstractmethod
+    def _at(self, x: Tensor) -> MatrixTangentSpace:
+        """Tangent space at ``x`` whose operations carry derivatives with respect to ``x``."""
+
+    @abstractmethod
+    def point_factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Factors :math:`L`, :math:`R` of the matrix :math:`X = L R^\top`, ``(..., n, r)`` and ``(..., m, r)``."""
+
+    @abstractmethod
+    def tangent_factors(self, x: Tensor, u: Tensor) -> Terms:
+        """The derivative of the matrix along ``u`` as a sum of products of factors."""
+
+    @override
+    def product(self, x: Tensor) -> Tensor:
+        """The matrix, ``(..., n, m)``."""
+        left, right = self.point_factors(x)
+        return left @ right.mT
+
+    @override
+    def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
+        space = self._at(x)
+        c = space.coordinates(u)
+        inner = space.inner(c, c if v is None else space.coordinates(v)).to(x.dtype)
+        return inner if keepdim else inner.squeeze((-2, -1))
+
+    @override
+    def proju(self, x: Tensor, u: Tensor) -> Tensor:
+        """Horizontal part of an ambient vector: elementwise between orthonormal frames, no Sylvester solver."""
+        space = self._at(x)
+        return space.vector(space.project(space.coordinates(u))).to(x.dtype)
+
+    @override
+    def egrad2rgrad(self, x: Tensor, u: Tensor) -> Tensor:
+        space = self._at(x)
+        return space.vector(space.gradient(space.pull_gradient(u))).to(x.dtype)
+
+    def ehess2rhess(self, x: Tensor, egrad: Tensor, ehess: Tensor, u: Tensor) -> Tensor:
+        """Riemannian Hessian along a horizontal vector: the covariant derivative of the gradient.
+
+        Args:
+            x: Point.
+            egrad: Euclidean gradient of a function that is constant on orbits.
+            ehess: Its derivative along ``u``.
+            u: Horizontal vector.
+        """
+        space = self._at(x)
+        e, de = space.pull_gradient(egrad), space.pull_gradient(ehess)
+        return space.vector(space.hessian(e, de, space.coordinates(u))).to(x.dtype)
+
+    def second_order(self, x: Tensor, u: Tensor) -> Tensor:
+        """Second-order retraction: agrees with the geodesic up to terms of order three in ``u``."""
+        return self._follow(x, u, "second_order")
+
+    @override
+    def expmap(self, x: Tensor, u: Tensor, *, radius: float | None = None, check: bool = True) -> Tensor:
+        """Geodesic at time 1.
+
+        Args:
+            x: Point.
+            u: Horizontal vector.
+            radius: Upper bound on the norm of ``u``, if known; saves work for some metrics, changes no result.
+            check: Raise where the metric is not complete and the geodesic leaves the manifold before time 1; otherwise
+                such an element is NaN.
+
+        Raises:
+            ValueError: The geodesic leaves the manifold.
+        """
+        y = self._follow(x, u, "expmap", radius)
+        if check and not self.rank_one.complete:
+            reason = "its metric is not complete and the geodesic leaves it. Steps shorter than `exponential_radius(x)`"
+            refuse_nan(y, (x, u), f"expected a geodesic that stays on {self.name}; {reason} do not")
+        return y
+
+    def _follow(self, x: Tensor, u: Tensor, path: str, radius: float | None = None) -> Tensor:
+        space = self._at(x)
+        return space.move(space.coordinates(u), path, radius).to(x.dtype)
+
+    def exponential_radius(self, x: Tensor) -> Tensor:
+        """Norm below which every geodesic reaches time 1, ``(...)``: a bound where it is finite, else infinity."""
+        return self.rank_one.reach(self.frame(x).spectrum.select(-1, -1))
+
+    @override
+    def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        r"""Horizontal lift at ``y`` of the tangent matrix of ``v``, projected on the tangent space at ``y``.
+
+        Independent of all representatives. Not an isometry. Manopt projects the raw arrays of ``v`` at ``y``, which
+        depends on the representatives.
+        """
+        space = self._at(y)
+        return space.vector(space.lift(*space.products(self.tangent_factors(x, v)))).to(v.dtype)
+
+    def to_ambient(self, x: Tensor, u: Tensor) -> Tensor:
+        """Tangent matrix of ``u``: the derivative of the product along it, ``(..., n, m)``."""
+        (a, b), *others = self.tangent_factors(x, u)
+        return sum((left @ right.mT for left, right in others), a @ b.mT)
+
+    def from_ambient(self, x: Tensor, matrix: Tensor) -> Tensor:
+        r"""Horizontal lift of the orthogonal projection of ``matrix`` on the tangent space.
+
+        The projection is :math:`P_U Z + Z P_V - P_U Z P_V`, whatever the metric.
+        """
+        space = self._at(x)
+        matrix = matrix.to(space.g.dtype)
+        return space.vector(space.lift(matrix @ space.h, matrix.mT @ space.g)).to(x.dtype)
+
+    def best_rank_r(self, matrix: Tensor, r: int) -> Tensor:
+        """Nearest matrix of rank ``r`` in the Frobenius norm (Eckart and Young), as a canonical point; detached.
+
+        Raises:
+            ValueError: ``r`` is not between 1 and ``min(n, m)``; the matrix has another shape, a lower rank or NaN.
+        """
+        if tuple(matrix.shape[-2:]) != (self.n, self.m):
+            raise ValueError(f"expected a matrix of shape (..., {self.n}, {self.m}), got {tuple(matrix.shape)}")
+        if not (isinstance(r, int) and 1 <= r <= min(self.n, self.m)):
+            raise ValueError(f"expected a rank 1 <= r <= {min(self.n, self.m)}, got r={r!r}")
+        matrix = matrix.detach()
+        if not bool(matrix.isfinite().all()):
+            raise ValueError("expected a finite matrix, got NaN or Inf")
+        u, s, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
+        g, s, h = u.narrow(-1, 0, r), s.narrow(-1, 0, r), vt.narrow(-2, 0, r).mT
+        floor = 10 * max(self.n, self.m) * torch.finfo(g.dtype).eps * torch.linalg.matrix_norm(matrix.double())
+        if not bool((s.select(-1, -1) > floor).all()):
+            raise ValueError(f"expected a matrix of rank at least r={r}; it is numerically rank deficient. Use less.")
+        sign = column_signs(g)
+        return self.from_frame(g * sign, s, h * sign).to(matrix.dtype)
+
+    @abstractmethod
+    def orthographic(self, x: Tensor, u: Tensor) -> Tensor:
+        r"""Orthographic retraction: the point whose matrix differs from :math:`X + \dot X` by a normal matrix only.
+
+        Of second order for the embedded metric, of first order for the others. With
+        :math:`K = U^\top (X + \dot X) V` the new matrix is :math:`(X + \dot X) V K^{-1} U^\top (X + \dot X)`; NaN or
+        Inf where ``K`` is singular.
+
+        Source: Absil and Malick (2012).
+        """
+
+    def inverse_orthographic(self, x: Tensor, y: Tensor) -> Tensor:
+        r"""Horizontal lift of :math:`P_{T_X}(Y - X)`: the inverse of :meth:`orthographic`, in closed form.
+
+        For nearby points a cheap stand-in for the logarithm.
+        """
+        space = self._at(x)
+        left, right = self.point_factors(x)
+        return space.vector(space.lift(*space.products([self.point_factors(y), (-left, right)]))).to(x.dtype)
+
+    @override
+    def logmap(self, x: Tensor, y: Tensor, *, check: bool = True) -> Tensor:
+        """Shortest horizontal vector from ``x`` to the orbit of ``y``."""
+        x, y = torch.broadcast_tensors(x, y)
+        if x.shape[-1] != 1:
+            raise NotImplementedError
+        v = self._rank_one_log(x, y)
+        if check and not self.rank_one.complete:
+            reason = "the two matrices are too far apart: the shortest way leads through zero, or is one of many"
+            refuse_nan(v, (x, y), f"expected points of {self.name} that one shortest geodesic joins; {reason}")
+        return v
+
+    def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
+        """Geodesic distance; derivatives are finite where it is zero."""
+        return root(self.dist2(x, y, keepdim=keepdim))
+
+    def dist2(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
+        """Squared distance."""
+        x, y = torch.broadcast_tensors(x, y)
+        if x.shape[-1] != 1:
+            raise NotImplementedError
+        _, s, _, end, tangents = self._polar_coordinates(x, y)
+        square = self.rank_one.dist2(s, end, sum_of_squares(tangents)).to(x.dtype)
+        return square if keepdim else square.squeeze((-2, -1))
+
+    def _rank_one_log(self, x: Tensor, y: Tensor) -> Tensor:
+        (g, h), s, _, end, (tg, th) = self._polar_coordinates(x, y)
+        radial, factor = self.rank_one.log(s, end, sum_of_squares((tg, th)))
+        space = self._at(x)
+        return space.vector(space.lift(*space.products([(g * radial + tg * factor, h), (g, th * factor)]))).to(x.dtype)
+
+    def _polar_coordinates(self, x: Tensor, y: Tensor) -> Any:
+        """Unit vectors and singular values at rank one, and the ways between the vectors on their spheres."""
+        (g, h), s = unit_columns(*map(at_least_single, self.point_factors(x)))
+        (p, q), end = unit_columns(*map(at_least_single, self.point_factors(y)))
+        return (g, h), s, (p, q), end, sphere_logs(g, h, p, q)
+
+    @override
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+        if not bool(x.isfinite().all()):
+            return False, "expected finite factors, got NaN or Inf"
+        return full_rank(self.deficient(x), x, "factors", "G H^T")
+
+    def deficient(self, x: Tensor) -> Tensor:
+        r"""Whether :math:`s_r(X) \le 10 \max(n, m)\, \epsilon\, |L| |R|` in float64, for each element."""
+        x = x.detach().double()
+        # The frame of such an element is NaN, and so is that of one which is not finite itself.
+        return x.isfinite().all(dim=(-2, -1)) & ~(self.frame(x).spectrum.select(-1, -1) > 0)

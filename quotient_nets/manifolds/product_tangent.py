@@ -1,0 +1,237 @@
+r"""Tangent space of fixed-rank matrices under metrics of the product :math:`G H^\top`.
+
+A vector :math:`(u_G, u_H)` changes the product by :math:`b_G h^\top + g b_H^\top` with coordinates
+:math:`b_G = u_G P_H^\top`, :math:`b_H = u_H P_G^\top`. No coordinate is divided by a singular value. Horizontal
+vectors have :math:`g^\top b_G = (h^\top b_H)^\top`.
+
+Imports: torch, :mod:`quotient_nets.linalg`, :mod:`quotient_nets.tangent_space`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from quotient_nets.linalg import Frame, gram, inverse_action, times
+from quotient_nets.manifolds.factor_tangent import UNKNOWN_PATH, FactorTangentSpace, stack, sym
+from quotient_nets.manifolds.integrate import integrate
+from quotient_nets.manifolds.rank_one import Cone
+
+TOLERANCE = 1e-13  # of one step of the integrated geodesic, relative
+
+Pair = tuple[Tensor, Tensor]
+
+
+class ProductTangentSpace(FactorTangentSpace):
+    """What the preconditioned and the embedded metric share: coordinates, horizontal vectors, the way of geodesics."""
+
+    cone: Cone
+    """What the metric is at rank one."""
+
+    def __init__(self, x: Tensor, n: int, frame: Frame, *, differentiable: bool = False):
+        super().__init__(x, n, frame, differentiable=differentiable)
+        self.pull = _transposed(frame.push_h), _transposed(frame.push_g)
+        self.push = _transposed(frame.pull_h), _transposed(frame.pull_g)
+        self.s = frame.spectrum.unsqueeze(-2)
+
+    @override
+    def project(self, c: Tensor) -> Tensor:
+        cg, ch = self.split(c)
+        left, right = self.cores(cg, ch)
+        half = (right.mT - left) / 2
+        return stack(cg + times(self.g, half), ch - times(self.h, half.mT))
+
+    @override
+    def lift(self, right: Tensor, left: Tensor) -> Tensor:
+        right = inverse_action(right, self.defect_h)
+        left = inverse_action(left, self.defect_g)
+        core = inverse_action(gram(self.g, right).mT, self.defect_g).mT / 2
+        return stack(right - times(self.g, core), left - times(self.h, core.mT))
+
+    @override
+    def gradient(self, e: Tensor) -> Tensor:
+        eg, eh = self.split(e)
+        return self.project(stack(inverse_action(eg, self.defect_h), inverse_action(eh, self.defect_g)))
+
+    @abstractmethod
+    def taylor(self, bg: Tensor, bh: Tensor) -> tuple[Pair, Pair]:
+        """Accelerations of the geodesic: ``(m1, m2)`` with ``g m1 + b_G m2`` for ``G``, and the same for ``H``."""
+
+    @abstractmethod
+    def acceleration(self, left: Factor, right: Factor) -> Pair:
+        """Second derivatives of two factors along a geodesic, in the bases in which their coefficients are given."""
+
+    @override
+    def steps(self, path: str, cg: Tensor, ch: Tensor, radius: float | None) -> tuple[Tensor, Tensor]:
+        if path == "second_order":
+            pairs = [(m1 / 2, m2 / 2) for m1, m2 in self.taylor(cg, ch)]
+        elif path == "expmap":
+            pairs = self._geodesic(cg, ch)
+        else:
+            raise ValueError(UNKNOWN_PATH.format(path))
+        rows = zip((self.g, self.h), (cg, ch), pairs, self.push, strict=True)
+        step_g, step_h = (times(c + times(g, m1) + times(c, m2), push) for g, c, (m1, m2), push in rows)
+        return step_g, step_h
+
+    def _geodesic(self, cg: Tensor, ch: Tensor) -> list[Pair]:
+        r"""Coefficients as of :meth:`taylor`, of what the geodesic has beyond its velocity.
+
+        In the balanced gauge :math:`G = g s^{1/2}`, so :math:`G(t) = (g P + b_G Q)` with ``r x r`` matrices, and the
+        equation needs no more than their Gram matrix.
+        """
+        if cg.shape[-1] == 1:
+            return self.cone.exponential(self.g, self.h, cg, ch, self.s)
+        dtype = cg.dtype
+        bases = [torch.cat(pair, dim=-1).double() for pair in ((self.g, cg), (self.h, ch))]
+        grams = [gram(basis, basis) for basis in bases]
+        root = self.s.double().sqrt()
+        batch = torch.broadcast_shapes(*(k.shape[:-2] for k in grams), root.shape[:-2])
+        grams = [k.expand(*batch, *k.shape[-2:]).flatten(0, -3) if batch else k.unsqueeze(0) for k in grams]
+        root = root.expand(*batch, *root.shape[-2:]).flatten(0, -3) if batch else root.unsqueeze(0)
+        start, slope = torch.diag_embed(root.squeeze(-2)), torch.diag_embed(1 / root.squeeze(-2))
+        zero = torch.zeros_like(start)
+        start, slope = torch.cat([start, zero], dim=-2), torch.cat([zero, slope], dim=-2)
+
+        def rate(y: Tensor) -> Tensor:
+            # Positions count from the start, so that no length gives no displacement.
+            factors = [Factor(k, start + y[:, i], y[:, 2 + i]) for i, k in enumerate(grams)]
+            return torch.stack([y[:, 2], y[:, 3], *self.acceleration(*factors)], dim=1)
+
+        still = torch.zeros_like(start)
+        end = integrate(rate, torch.stack([still, still, slope, slope], dim=1), tolerance=TOLERANCE)
+        eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
+        result: list[Pair] = []
+        for i in range(2):
+            m1, m2 = (end.select(1, i) * root).split(root.shape[-1], dim=-2)
+            result.append((m1.reshape(*batch, *eye.shape).to(dtype), (m2 - eye).reshape(*batch, *eye.shape).to(dtype)))
+        return result
+
+
+class Factor(NamedTuple):
+    """A factor on its way: basis ``[g, b]`` with the Gram matrix ``gram``, coefficients ``z`` and their rates ``w``."""
+
+    gram: Tensor
+    z: Tensor
+    w: Tensor
+
+    def squares(self) -> tuple[Tensor, Tensor, Tensor]:
+        r"""Gram matrices :math:`F^\top F`, :math:`F^\top \dot F`, :math:`\dot F^\top \dot F`."""
+        kw = self.gram @ self.w
+        return gram(self.z, self.gram @ self.z), gram(self.z, kw), gram(self.w, kw)
+
+
+class PreconditionedTangentSpace(ProductTangentSpace):
+    """The metric is the Frobenius product of coordinates."""
+
+    orthonormal = True
+    cone = Cone(math.sqrt(2))
+
+    @override
+    def inner(self, c: Tensor, d: Tensor) -> Tensor:
+        if self.defect_g is not None and self.defect_h is not None:
+            cg, ch = self.split(c)
+            c = stack(cg - times(cg, self.defect_h), ch - times(ch, self.defect_g))
+        return super().inner(c, d)
+
+    @override
+    def taylor(self, bg: Tensor, bh: Tensor) -> tuple[Pair, Pair]:
+        def one(b: Tensor, basis: Tensor, defect: Tensor | None) -> Pair:
+            along = inverse_action(2 * self._symmetric(b, basis), defect)
+            return inverse_action(gram(b, b) / self.s, defect), -along
+
+        return one(bh, self.h, self.defect_h), one(bg, self.g, self.defect_g)
+
+    def _symmetric(self, b: Tensor, basis: Tensor) -> Tensor:
+        r"""Symmetric part of :math:`s^{-1} b^\top \text{basis}`."""
+        return sym(gram(b, basis) / self.s.mT)
+
+    @override
+    def acceleration(self, left: Factor, right: Factor) -> Pair:
+        def one(factor: Factor, other: Factor) -> Tensor:
+            square, along, across = other.squares()
+            change = factor.z @ across - factor.w @ (along + along.mT)
+            return torch.linalg.solve_ex(square, change, left=False)[0]
+
+        return one(left, right), one(right, left)
+
+    @override
+    def hessian(self, e: Tensor, de: Tensor, c: Tensor) -> Tensor:
+        (eg, eh), (dg, dh), (bg, bh) = map(self.split, (e, de, c))
+        rg, rh = inverse_action(eg, self.defect_h), inverse_action(eh, self.defect_g)
+
+        def one(d: Tensor, r: Tensor, b: Tensor, g: Tensor, rh: Tensor, bh: Tensor, h: Tensor) -> Tensor:
+            # From the term by term derivative of e S_H^{-1} and the connection of the metric.
+            change = d - times(r, self._symmetric(bh, h)) + times(b, self._symmetric(rh, h))
+            return change - times(g, sym(gram(bh, rh)) / self.s)
+
+        hess_g = inverse_action(one(dg, rg, bg, self.g, rh, bh, self.h), self.defect_h)
+        hess_h = inverse_action(one(dh, rh, bh, self.h, rg, bg, self.g), self.defect_g)
+        return self.project(stack(hess_g, hess_h))
+
+
+class FrobeniusTangentSpace(ProductTangentSpace):
+    """The metric is the Frobenius product of tangent matrices."""
+
+    cone = Cone(1.0)
+
+    @override
+    def inner(self, c: Tensor, d: Tensor) -> Tensor:
+        (cg, ch), (dg, dh) = self.split(c), self.split(d)
+        mixed = (gram(self.g, cg) * gram(dh, self.h)).sum((-2, -1), keepdim=True)
+        mixed = mixed + (gram(self.g, dg) * gram(ch, self.h)).sum((-2, -1), keepdim=True)
+        if self.defect_g is not None and self.defect_h is not None:
+            cg, ch = cg - times(cg, self.defect_h), ch - times(ch, self.defect_g)
+        return super().inner(stack(cg, ch), d) + mixed
+
+    @override
+    def gradient(self, e: Tensor) -> Tensor:
+        cg, ch = self.split(super().gradient(e))
+        left, right = self.cores(cg, ch)
+        return stack(cg - times(self.g, left) / 2, ch - times(self.h, right) / 2)
+
+    @override
+    def taylor(self, bg: Tensor, bh: Tensor) -> tuple[Pair, Pair]:
+        left, right = self.cores(bg, bh)
+        own = gram(bg, bg) - gram(bg, times(self.g, left))
+        other = gram(bh, bh) - gram(bh, times(self.h, right))
+        turn = (inverse_action(other / self.s, self.defect_g) - inverse_action(own, self.defect_g) / self.s.mT) / 2
+
+        def one(core: Tensor, turn: Tensor) -> Pair:
+            rate = core / self.s.mT
+            return core @ rate + turn, -2 * rate
+
+        return one(left, turn), one(right, -turn.mT)
+
+    @override
+    def acceleration(self, left: Factor, right: Factor) -> Pair:
+        (sg, along_g, gg), (sh, along_h, hh) = left.squares(), right.squares()
+        rate_g, rate_h = (torch.linalg.solve_ex(*pair)[0] for pair in ((sg, along_g), (sh, along_h)))
+        own, other = gg - gram(along_g, rate_g), hh - gram(along_h, rate_h)
+        # A vertical part, which keeps the velocity horizontal; the rest of the equation takes that for granted.
+        turn = torch.linalg.solve_ex(sh, other, left=False)[0] - torch.linalg.solve_ex(sg, own)[0]
+        step_g = (left.z @ rate_g - 2 * left.w) @ rate_g + left.z @ turn / 2
+        step_h = (right.z @ rate_h - 2 * right.w) @ rate_h - right.z @ turn.mT / 2
+        return step_g, step_h
+
+    @override
+    def hessian(self, e: Tensor, de: Tensor, c: Tensor) -> Tensor:
+        (eg, eh), (dg, dh), (bg, bh) = map(self.split, (e, de, c))
+        left, right = self.cores(bg, bh)
+        vg, vh = bg - times(self.g, left), bh - times(self.h, right)
+        # What the derivative along the core adds to that of the ambient gradient E is taken away; E V_p stays.
+        rg = inverse_action(dg - times(eg, right / self.s), self.defect_h)
+        rh = inverse_action(dh - times(eh, left / self.s), self.defect_g)
+        core = gram(self.g, rg) - inverse_action(gram(eh, vh) / self.s, self.defect_h)
+        core = inverse_action(core.mT, self.defect_g).mT
+        own, other = self.cores(rg, rh)
+        return stack(rg - times(self.g, own - core / 2), rh - times(self.h, other - core.mT / 2))
+
+
+def _transposed(b: Tensor) -> Tensor:
+    """Transpose of a transform; one that is a row of scales is diagonal."""
+    return b if b.shape[-2] == 1 else b.mT
