@@ -168,6 +168,20 @@ def _scalar_frame(g: Tensor, h: Tensor) -> Frame:
     return Frame(g / norm_g, h / norm_h, spectrum, 1 / norm_g, 1 / norm_h, norm_g, norm_h)
 
 
+def solve(a: Tensor, b: Tensor) -> Tensor:
+    """Solution ``z`` of ``a z = b`` for square ``a``; NaN or Inf where ``a`` is singular, without a check.
+
+    ``torch.linalg.solve`` differentiated forwards twice loses half of the second derivative (torch 2.13).
+    """
+    lu, pivots, _ = torch.linalg.lu_factor_ex(a)
+    return torch.linalg.lu_solve(lu, pivots, b)
+
+
+def solve_right(b: Tensor, a: Tensor) -> Tensor:
+    """Solution ``z`` of ``z a = b``; see :func:`solve`."""
+    return solve(a.mT, b.mT).mT
+
+
 def inverse_action(y: Tensor, defect: Tensor | None) -> Tensor:
     r""":math:`y S^{-1}` for :math:`S = I - \text{defect}`, with the defect zero up to rounding.
 

@@ -17,14 +17,22 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.linalg import Frame, at_least_single, balanced_frame, frame, gram, random_orthogonal
+from quotient_nets.linalg import (
+    Frame,
+    at_least_single,
+    balanced_frame,
+    frame,
+    gram,
+    random_orthogonal,
+    solve,
+    solve_right,
+)
 from quotient_nets.manifolds.factor_tangent import FactorTangentSpace, Terms, stack
 from quotient_nets.manifolds.invariant_tangent import InvariantTangentSpace
 from quotient_nets.manifolds.matrices import FixedRankMatrices
 from quotient_nets.manifolds.product_tangent import FrobeniusTangentSpace, PreconditionedTangentSpace
 from quotient_nets.manifolds.rank_one import Cone, Cylinder
 from quotient_nets.tangent_space import Checked
-
 
 
 class FixedRank(FixedRankMatrices):
@@ -82,7 +90,7 @@ class FixedRank(FixedRankMatrices):
         """Representative :math:`(G a^{-1}, H a^T)`; NaN or Inf where ``a`` is singular."""
         g, h = self.unpack_tensor(at_least_single(x))  # no solver for less
         a = a.to(g.dtype)
-        left = torch.linalg.solve_ex(a, g, left=False)[0]
+        left = solve_right(g, a)
         return self.pack_point(left, h @ a.mT).to(x.dtype)
 
     @override
@@ -120,8 +128,8 @@ class FixedRank(FixedRankMatrices):
         right, left = (t.double() for t in space.products(moved))
         basis = space.g.double()
         push = gram(basis, self.unpack_tensor(x)[0].double())
-        g = right @ torch.linalg.solve_ex(gram(basis, right), push)[0]
-        h = torch.linalg.solve_ex(push.mT, left, left=False)[0]
+        g = right @ solve(gram(basis, right), push)
+        h = solve_right(left, push.mT)
         return stack(g, h).to(x.dtype)
 
     @override

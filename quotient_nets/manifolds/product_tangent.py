@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.linalg import Frame, gram, inverse_action, times
+from quotient_nets.linalg import Frame, gram, inverse_action, solve, solve_right, times
 from quotient_nets.manifolds.factor_tangent import UNKNOWN_PATH, FactorTangentSpace, stack, sym
 from quotient_nets.manifolds.integrate import integrate
 from quotient_nets.manifolds.rank_one import Cone
@@ -155,7 +155,7 @@ class PreconditionedTangentSpace(ProductTangentSpace):
         def one(factor: Factor, other: Factor) -> Tensor:
             square, along, across = other.squares()
             change = factor.z @ across - factor.w @ (along + along.mT)
-            return torch.linalg.solve_ex(square, change, left=False)[0]
+            return solve_right(change, square)
 
         return one(left, right), one(right, left)
 
@@ -210,10 +210,10 @@ class FrobeniusTangentSpace(ProductTangentSpace):
     @override
     def acceleration(self, left: Factor, right: Factor) -> Pair:
         (sg, along_g, gg), (sh, along_h, hh) = left.squares(), right.squares()
-        rate_g, rate_h = (torch.linalg.solve_ex(*pair)[0] for pair in ((sg, along_g), (sh, along_h)))
+        rate_g, rate_h = solve(sg, along_g), solve(sh, along_h)
         own, other = gg - gram(along_g, rate_g), hh - gram(along_h, rate_h)
         # A vertical part, which keeps the velocity horizontal; the rest of the equation takes that for granted.
-        turn = torch.linalg.solve_ex(sh, other, left=False)[0] - torch.linalg.solve_ex(sg, own)[0]
+        turn = solve_right(other, sh) - solve(sg, own)
         step_g = (left.z @ rate_g - 2 * left.w) @ rate_g + left.z @ turn / 2
         step_h = (right.z @ rate_h - 2 * right.w) @ rate_h - right.z @ turn.mT / 2
         return step_g, step_h
