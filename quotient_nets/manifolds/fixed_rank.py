@@ -30,6 +30,7 @@ from quotient_nets.linalg import (
 from quotient_nets.manifolds.factor_tangent import FactorTangentSpace, Terms, stack
 from quotient_nets.manifolds.invariant_tangent import InvariantTangentSpace
 from quotient_nets.manifolds.matrices import FixedRankMatrices
+from quotient_nets.manifolds.paths import embedded_chords, invariant_chords, preconditioned_chords
 from quotient_nets.manifolds.product_tangent import FrobeniusTangentSpace, PreconditionedTangentSpace
 from quotient_nets.manifolds.rank_one import Cone, Cylinder
 from quotient_nets.tangent_space import Checked
@@ -204,6 +205,7 @@ class InvariantFixedRank(FixedRank):
 
     tangent_space = InvariantTangentSpace
     rank_one = Cylinder(0.5)
+    chords = staticmethod(invariant_chords)
 
 
 class PreconditionedFixedRank(FixedRank):
@@ -230,6 +232,7 @@ class PreconditionedFixedRank(FixedRank):
 
     tangent_space = PreconditionedTangentSpace
     rank_one = Cone(math.sqrt(2))
+    chords = staticmethod(preconditioned_chords)
 
 
 class EmbeddedFixedRank(FixedRank):
@@ -255,3 +258,4 @@ class EmbeddedFixedRank(FixedRank):
 
     tangent_space = FrobeniusTangentSpace
     rank_one = Cone(1.0)
+    chords = staticmethod(embedded_chords)

@@ -19,6 +19,7 @@ from typing_extensions import override
 from quotient_nets.linalg import Frame, at_least_single, column_signs, gram
 from quotient_nets.manifolds.base import QuotientManifold, full_rank, refuse_nan, root
 from quotient_nets.manifolds.factor_tangent import MatrixTangentSpace, Terms
+from quotient_nets.manifolds.paths import Chords
 from quotient_nets.manifolds.rank_one import Cone, Cylinder, sphere_logs, sum_of_squares, unit_columns
 
 
@@ -35,6 +36,8 @@ class FixedRankMatrices(QuotientManifold):
 
     rank_one: Cone | Cylinder
     """What the metric is at rank one: the surface of the singular value and the angle."""
+    chords: Chords
+    """Lengths of short segments between pairs of factors, for first guesses of geodesics."""
 
     def __init__(self, n: int, m: int):
         super().__init__()

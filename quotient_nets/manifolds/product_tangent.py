@@ -87,7 +87,8 @@ class ProductTangentSpace(FactorTangentSpace):
         if cg.shape[-1] == 1:
             return self.cone.exponential(self.g, self.h, cg, ch, self.s)
         dtype = cg.dtype
-        bases = [torch.cat(pair, dim=-1).double() for pair in ((self.g, cg), (self.h, ch))]
+        pairs = ((basis.expand_as(c), c) for basis, c in ((self.g, cg), (self.h, ch)))
+        bases = [torch.cat(pair, dim=-1).double() for pair in pairs]
         grams = [gram(basis, basis) for basis in bases]
         root = self.s.double().sqrt()
         batch = torch.broadcast_shapes(*(k.shape[:-2] for k in grams), root.shape[:-2])

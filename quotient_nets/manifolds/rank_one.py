@@ -77,6 +77,10 @@ class Cylinder:
         """Length below which no geodesic from ``s`` ends: infinite."""
         return torch.full_like(s, math.inf)
 
+    def injectivity(self, s: Tensor) -> Tensor:
+        """Length below which geodesics from ``s`` are the only shortest ones, for vectors of two or more entries."""
+        return torch.full_like(s, math.pi / math.sqrt(2))
+
     def log(self, s: Tensor, end: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
         """Velocity of ``s``, and the factor of the angle in the velocity of the matrix, from ``s`` to ``end``.
 
@@ -105,6 +109,10 @@ class Cone:
 
     def reach(self, s: Tensor) -> Tensor:
         """Length below which no geodesic from ``s`` meets the apex."""
+        return s / self.speed
+
+    def injectivity(self, s: Tensor) -> Tensor:
+        """As :meth:`Cylinder.injectivity`: up to the apex, if that is not met before a turn by a half."""
         return s / self.speed
 
     def log(self, s: Tensor, end: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,221 @@
+r"""Shortest geodesics between matrices of fixed rank, where no closed form is known.
+
+Both points and every geodesic between them lie in the span of their factors, so the problem is reduced to matrices of at
+most ``2r`` rows and columns, the *core*, scaled to unit norm. There the initial velocity is found by least squares on
+the end point, from several first guesses: the projected difference, and the starts of short paths
+(:mod:`quotient_nets.manifolds.paths`) between frames turned towards each other in different ways. The shortest result
+counts.
+
+Imports: torch, :mod:`quotient_nets.linalg`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quotient_nets.manifolds.factor_tangent import MatrixTangentSpace
+from quotient_nets.manifolds.least_squares import DENSE, levenberg_marquardt
+from quotient_nets.manifolds.paths import alignment, short_path, unknowns
+
+if TYPE_CHECKING:
+    from quotient_nets.manifolds.matrices import FixedRankMatrices
+
+ITERATIONS = 40  # of the search for a velocity
+TOLERANCE = 1e-9  # of the end point, relative to the target, in the Frobenius norm
+SIMILAR = 0.05  # relative difference of lengths of short paths, and of a geodesic and its short path
+TRIES = 3  # of the shortest paths
+SURE = 0.25  # share of the reach at rank one below which the first geodesic found is taken for the shortest
+BUDGET = 2**25  # entries of all Jacobians of a batch that is solved at once
+
+
+@dataclass(frozen=True)
+class Logarithm:
+    """Geodesics found, and what certifies them.
+
+    Attributes:
+        vector: Initial velocities, in the shape of the points; the best try where not converged.
+        length: Their norms, ``(...)``.
+        residual: Distance of the end point from the target in the Frobenius norm, relative to the target's norm.
+        converged: Whether the residual is below 1e-9.
+        confirmed: Whether the geodesic is very short, or two of the shortest paths have about its length. No proof that
+            there is no shorter one.
+    """
+
+    vector: Tensor
+    length: Tensor
+    residual: Tensor
+    converged: Tensor
+    confirmed: Tensor
+
+
+class _Points(NamedTuple):
+    """Frames of both ends in the core; singular values ``(batch, 1, r)`` relative to ``scale``."""
+
+    g: Tensor
+    s: Tensor
+    h: Tensor
+    p: Tensor
+    t: Tensor
+    q: Tensor
+
+    def select(self, index: Tensor) -> _Points:
+        return _Points(*(part.index_select(0, index) for part in self))
+
+
+class Core:
+    """Two points of a small manifold with their tangent spaces, and the equation of a geodesic between them."""
+
+    def __init__(self, manifold: FixedRankMatrices, points: _Points):
+        self.points = points
+        self.manifold = type(manifold)(points.g.shape[-2], points.h.shape[-2])
+        g, s, h, p, t, q = points
+        x, y = self.manifold.from_frame(g, s.squeeze(-2), h), self.manifold.from_frame(p, t.squeeze(-2), q)
+        self.source, self.target = (self.manifold.at(point, balanced=True) for point in (x, y))
+        self.left, self.right = self.manifold.point_factors(y)
+
+    def end_error(self, c: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors ``Z h`` and ``Z^T g`` at the target, for the error ``Z`` of the end point of the geodesic ``c``."""
+        end = self.source.move(self.source.project(c), "expmap")
+        return self.target.products([self.manifold.point_factors(end), (-self.left, self.right)])
+
+    def residual(self, z: Tensor) -> Tensor:
+        """The projected error in coordinates at the target: zero only if the geodesic ends there."""
+        c = z.unflatten(-1, self.source.x.shape[-2:])
+        return self.target.lift(*self.end_error(c)).flatten(-2)
+
+    def shoot(self, c: Tensor) -> _Found:
+        """Velocity that reaches the target, from a first guess."""
+        z, _ = levenberg_marquardt(self.residual, c.flatten(-2), iterations=ITERATIONS, tolerance=1e-14)
+        c = self.source.project(z.unflatten(-1, c.shape[-2:]))
+        end = self.manifold.product(self.source.move(c, "expmap"))
+        size = torch.linalg.matrix_norm(self.points.t)
+        error = torch.linalg.matrix_norm(end - self.left @ self.right.mT) / size
+        return _Found(c, self.source.norm(c).squeeze((-2, -1)), error.nan_to_num(torch.inf))
+
+    def difference(self) -> Tensor:
+        """First guess: the projected difference of the matrices."""
+        x = self.manifold.point_factors(self.source.x)
+        return self.source.lift(*self.source.products([(self.left, self.right), (-x[0], x[1])]))
+
+    def short_start(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """First guess: the start of a short path, and the length of the path."""
+        g, s, h, p, t, q = self.points
+        turn = alignment((g, h), (p, q), noise)
+        (dg, dh), length = short_path(self.manifold.chords, (g, s, h), (p, t, q), turn)
+        root = s.sqrt()
+        c = self.source.lift(*self.source.products([(dg, h * root), (g * root, dh)]))
+        norm = self.source.norm(c)
+        return c * (length[:, None, None] / torch.where(norm > 0, norm, 1.0)).nan_to_num(0.0), length
+
+
+class _Found(NamedTuple):
+    c: Tensor
+    length: Tensor
+    error: Tensor
+
+    def better(self, other: _Found) -> _Found:
+        """The shorter of two results that converged, or the one with the smaller error."""
+        mine, theirs = self.error <= TOLERANCE, other.error <= TOLERANCE
+        both = torch.where(other.length < self.length, mine & theirs, False)
+        take = both | (theirs & ~mine) | (~mine & ~theirs & (other.error < self.error))
+        return _Found(
+            torch.where(take[:, None, None], other.c, self.c),
+            torch.where(take, other.length, self.length),
+            torch.where(take, other.error, self.error),
+        )
+
+
+def logarithm(
+    manifold: FixedRankMatrices, x: Tensor, y: Tensor, *, starts: int, generator: torch.Generator | None = None
+) -> Logarithm:
+    """Shortest geodesics found from ``x`` to ``y``, detached; elements with NaN give NaN.
+
+    Args:
+        manifold: Manifold of both points.
+        x: Points, ``(..., rows, r)``.
+        y: Points of the same shape.
+        starts: How many short paths to try for each pair that the projected difference leaves in doubt.
+        generator: Draws the guesses after the first; by default a fixed seed.
+
+    Cost: independent of the size of the matrices but for one frame of each. For each guess some ten Jacobians with
+    :math:`4 r^2` directions, and a dozen with :math:`21 r^2` for a short path; above ``4096`` numbers in the short path
+    (``r > 13``) only the projected difference is tried.
+    """
+    batch, dtype = x.shape[:-2], x.dtype
+    space = manifold.at(x.detach().double().flatten(0, -3) if len(batch) != 1 else x.detach().double())
+    other = manifold.at(y.detach().double().reshape(space.x.shape))
+    points, bases, scale, valid = _core_points(space, other)
+    count, (rows, r) = len(scale), (points.g.shape[-2] + points.h.shape[-2], points.g.shape[-1])
+    short = unknowns(rows, r) if unknowns(rows, r) <= DENSE else 0
+    chunk = max(BUDGET // max(short**2 * starts, (rows * r) ** 2), 1)
+    found, confirmed = [], []
+    generator = generator or torch.Generator().manual_seed(0)
+    for index in torch.arange(count, device=x.device).split(chunk):
+        result, sure = _solve(manifold, points.select(index), starts, generator)
+        found.append(result)
+        confirmed.append(sure)
+    c, length, error = (torch.cat(parts) for parts in zip(*found, strict=True))
+    core = Core(manifold, points)
+    right, left = core.source.products(core.manifold.tangent_factors(core.source.x, core.source.vector(c)))
+    vector = space.vector(space.lift(scale * (bases[0] @ right), scale * (bases[1] @ left)))
+    missing = torch.where(valid, 1.0, torch.nan).to(vector.dtype)
+    vector = vector * missing[:, None, None]
+    length = space.norm(space.coordinates(vector)).squeeze((-2, -1))
+    return Logarithm(
+        vector.reshape(x.shape).to(dtype),
+        length.reshape(batch).to(dtype),
+        (error * missing).reshape(batch).to(dtype),
+        ((error <= TOLERANCE) & valid).reshape(batch),
+        (torch.cat(confirmed) & valid).reshape(batch),
+    )
+
+
+def _core_points(x: MatrixTangentSpace, y: MatrixTangentSpace) -> tuple[_Points, tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Frames of both points in a common basis of few rows, the bases, the scale and which pairs are valid."""
+    valid = (x.frame.spectrum.isfinite() & y.frame.spectrum.isfinite()).all(-1)
+    choose = valid[:, None, None]
+    g, h, p, q = (
+        torch.where(choose, basis, torch.eye(*basis.shape[-2:], dtype=basis.dtype, device=basis.device))
+        for basis in (x.g, x.h, y.g, y.h)
+    )
+    s, t = (torch.where(choose, f.spectrum.unsqueeze(-2), 1.0) for f in (x.frame, y.frame))
+    scale = torch.maximum(s.narrow(-1, 0, 1), t.narrow(-1, 0, 1))
+    left, right = (torch.linalg.qr(torch.cat(pair, dim=-1))[0] for pair in ((g, p), (h, q)))
+    g, p, h, q = left.mT @ g, left.mT @ p, right.mT @ h, right.mT @ q
+    return _Points(g, s / scale, h, p, t / scale, q), (left, right), scale, valid
+
+
+def _solve(
+    manifold: FixedRankMatrices, points: _Points, starts: int, generator: torch.Generator
+) -> tuple[_Found, Tensor]:
+    core = Core(manifold, points)
+    best = core.shoot(core.difference())
+    sure = (best.error <= TOLERANCE) & (best.length <= SURE * manifold.rank_one.injectivity(points.s).amin((-2, -1)))
+    index = (~sure).nonzero().squeeze(-1)
+    r = points.s.shape[-1]
+    if not len(index) or not starts or unknowns(points.g.shape[-2] + points.h.shape[-2], r) > DENSE:
+        return best, sure
+    count = len(index)
+    noise = torch.randn(starts, count, r, r, generator=generator, dtype=best.length.dtype).to(best.length.device)
+    noise = torch.cat([torch.zeros_like(noise.narrow(0, 0, 1)), noise.narrow(0, 1, starts - 1)])
+    guesses, lengths = Core(manifold, points.select(index.repeat(starts))).short_start(noise.flatten(0, 1))
+    guesses, lengths = guesses.unflatten(0, (starts, count)), lengths.unflatten(0, (starts, count))
+    lengths, order = lengths.nan_to_num(torch.inf).sort(dim=0)
+    agree = (lengths <= (1 + SIMILAR) * lengths.narrow(0, 0, 1)).sum(0) > 1
+    todo = torch.arange(count, device=index.device)
+    for k in range(min(TRIES, starts)):
+        where = index.index_select(0, todo)
+        guess = guesses[order[k, todo], todo]
+        new = Core(manifold, points.select(where)).shoot(guess)
+        merged = _Found(*(t.index_select(0, where) for t in best)).better(new)
+        best = _Found(*(t.index_copy(0, where, u) for t, u in zip(best, merged, strict=True)))
+        done = (merged.error <= TOLERANCE) & (merged.length <= (1 + SIMILAR) * lengths[0, todo])
+        sure = sure.index_copy(0, where, done & agree[todo])
+        todo = todo[~done]
+        if not len(todo):
+            break
+    return best, sure
