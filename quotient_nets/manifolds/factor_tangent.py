@@ -33,6 +33,12 @@ class MatrixTangentSpace(TangentSpace):
     frame: Frame
     g: Tensor
     h: Tensor
+    degree: int = 0
+    """How coordinates grow with the matrix: they are multiplied by ``c**degree`` when it is multiplied by ``c``."""
+
+    @abstractmethod
+    def split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """Rows of the left factor, of what is between, if anything, and of the right factor."""
 
     def products(self, terms: Terms) -> tuple[Tensor, Tensor]:
         """``Z h`` and ``Z^T g`` for the matrix ``Z`` that ``terms`` stand for, without forming it."""
@@ -88,6 +94,7 @@ class FactorTangentSpace(MatrixTangentSpace):
             self.g, self.defect_g = _carry(xg, frame.g, frame.pull_g)
             self.h, self.defect_h = _carry(xh, frame.h, frame.pull_h)
 
+    @override
     def split(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of ``G`` and of ``H``, in the dtype of the frame."""
         g, h = y.to(self.g.dtype).split([self.n, y.shape[-2] - self.n], dim=-2)

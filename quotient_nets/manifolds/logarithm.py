@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from quotient_nets.linalg import gram
 from quotient_nets.manifolds.factor_tangent import MatrixTangentSpace
 from quotient_nets.manifolds.least_squares import DENSE, levenberg_marquardt
 from quotient_nets.manifolds.paths import alignment, short_path, unknowns
@@ -24,6 +25,7 @@ from quotient_nets.manifolds.paths import alignment, short_path, unknowns
 if TYPE_CHECKING:
     from quotient_nets.manifolds.matrices import FixedRankMatrices
 
+STARTS = 8  # short paths
 ITERATIONS = 40  # of the search for a velocity
 TOLERANCE = 1e-9  # of the end point, relative to the target, in the Frobenius norm
 SIMILAR = 0.05  # relative difference of lengths of short paths, and of a geodesic and its short path
@@ -146,47 +148,64 @@ def logarithm(
     (``r > 13``) only the projected difference is tried.
     """
     batch, dtype = x.shape[:-2], x.dtype
-    space = manifold.at(x.detach().double().flatten(0, -3) if len(batch) != 1 else x.detach().double())
-    other = manifold.at(y.detach().double().reshape(space.x.shape))
-    points, bases, scale, valid = _core_points(space, other)
-    count, (rows, r) = len(scale), (points.g.shape[-2] + points.h.shape[-2], points.g.shape[-1])
+    space, other = (manifold.at(t.detach().double().reshape(-1, *t.shape[-2:])) for t in (x, y))
+    pair = CorePair(space, other)
+    count, (rows, r) = len(pair.scale), (pair.points.g.shape[-2] + pair.points.h.shape[-2], x.shape[-1])
     short = unknowns(rows, r) if unknowns(rows, r) <= DENSE else 0
     chunk = max(BUDGET // max(short**2 * starts, (rows * r) ** 2), 1)
-    found, confirmed = [], []
     generator = generator or torch.Generator().manual_seed(0)
-    for index in torch.arange(count, device=x.device).split(chunk):
-        result, sure = _solve(manifold, points.select(index), starts, generator)
-        found.append(result)
-        confirmed.append(sure)
-    c, length, error = (torch.cat(parts) for parts in zip(*found, strict=True))
-    core = Core(manifold, points)
+    indices = torch.arange(count, device=x.device).split(chunk)
+    solved = [_solve(manifold, pair.points.select(index), starts, generator) for index in indices]
+    c, length, error = (torch.cat(parts) for parts in zip(*(found for found, _ in solved), strict=True))
+    core = Core(manifold, pair.points)
     right, left = core.source.products(core.manifold.tangent_factors(core.source.x, core.source.vector(c)))
-    vector = space.vector(space.lift(scale * (bases[0] @ right), scale * (bases[1] @ left)))
-    missing = torch.where(valid, 1.0, torch.nan).to(vector.dtype)
+    vector = space.vector(space.lift(pair.scale * (pair.left @ right), pair.scale * (pair.right @ left)))
+    missing = torch.where(pair.valid, 1.0, torch.nan).to(vector.dtype)
     vector = vector * missing[:, None, None]
     length = space.norm(space.coordinates(vector)).squeeze((-2, -1))
     return Logarithm(
         vector.reshape(x.shape).to(dtype),
         length.reshape(batch).to(dtype),
         (error * missing).reshape(batch).to(dtype),
-        ((error <= TOLERANCE) & valid).reshape(batch),
-        (torch.cat(confirmed) & valid).reshape(batch),
+        ((error <= TOLERANCE) & pair.valid).reshape(batch),
+        (torch.cat([sure for _, sure in solved]) & pair.valid).reshape(batch),
     )
 
 
-def _core_points(x: MatrixTangentSpace, y: MatrixTangentSpace) -> tuple[_Points, tuple[Tensor, Tensor], Tensor, Tensor]:
-    """Frames of both points in a common basis of few rows, the bases, the scale and which pairs are valid."""
-    valid = (x.frame.spectrum.isfinite() & y.frame.spectrum.isfinite()).all(-1)
-    choose = valid[:, None, None]
-    g, h, p, q = (
-        torch.where(choose, basis, torch.eye(*basis.shape[-2:], dtype=basis.dtype, device=basis.device))
-        for basis in (x.g, x.h, y.g, y.h)
-    )
-    s, t = (torch.where(choose, f.spectrum.unsqueeze(-2), 1.0) for f in (x.frame, y.frame))
-    scale = torch.maximum(s.narrow(-1, 0, 1), t.narrow(-1, 0, 1))
-    left, right = (torch.linalg.qr(torch.cat(pair, dim=-1))[0] for pair in ((g, p), (h, q)))
-    g, p, h, q = left.mT @ g, left.mT @ p, right.mT @ h, right.mT @ q
-    return _Points(g, s / scale, h, p, t / scale, q), (left, right), scale, valid
+class CorePair:
+    """Two points in a common basis of few rows.
+
+    Args:
+        x: Tangent spaces at the first points, of one batch axis.
+        y: Tangent spaces at the second points.
+        extra: Columns of the bases beyond the span of both points, as far as there is room.
+
+    Attributes:
+        points: The frames of both points in these bases.
+        left: Orthonormal basis of the rows of ``G``, ``(batch, n, p)``.
+        right: Orthonormal basis of the rows of ``H``.
+        scale: The largest singular value, ``(batch, 1, 1)``.
+        valid: Which pairs are finite; the others are replaced.
+    """
+
+    def __init__(self, x: MatrixTangentSpace, y: MatrixTangentSpace, *, extra: int = 0):
+        self.valid = (x.frame.spectrum.isfinite() & y.frame.spectrum.isfinite()).all(-1)
+        choose = self.valid[:, None, None]
+        g, h, p, q = (
+            torch.where(choose, basis, torch.eye(*basis.shape[-2:], dtype=basis.dtype, device=basis.device))
+            for basis in (x.frame.g, x.frame.h, y.frame.g, y.frame.h)
+        )
+        s, t = (torch.where(choose, f.spectrum.unsqueeze(-2), 1.0) for f in (x.frame, y.frame))
+        self.scale = torch.maximum(s.narrow(-1, 0, 1), t.narrow(-1, 0, 1))
+        self.left, self.right = _common_basis(g, p, extra), _common_basis(h, q, extra)
+        frames = (gram(self.left, g), s / self.scale, gram(self.right, h))
+        self.points = _Points(*frames, gram(self.left, p), t / self.scale, gram(self.right, q))
+
+
+def _common_basis(a: Tensor, b: Tensor, extra: int) -> Tensor:
+    columns = torch.arange(1, a.shape[-2] * extra + 1, dtype=a.dtype, device=a.device) * 0.6180339887
+    generic = (torch.frac(columns) - 0.5).reshape(a.shape[-2], extra).expand(*a.shape[:-1], extra)
+    return torch.linalg.qr(torch.cat([a, b, generic], dim=-1))[0]
 
 
 def _solve(

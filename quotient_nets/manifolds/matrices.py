@@ -19,6 +19,8 @@ from typing_extensions import override
 from quotient_nets.linalg import Frame, at_least_single, column_signs, gram
 from quotient_nets.manifolds.base import QuotientManifold, full_rank, refuse_nan, root
 from quotient_nets.manifolds.factor_tangent import MatrixTangentSpace, Terms
+from quotient_nets.manifolds.logarithm import STARTS, Logarithm, logarithm
+from quotient_nets.manifolds.logarithm_derivative import is_differentiated, with_derivatives
 from quotient_nets.manifolds.paths import Chords
 from quotient_nets.manifolds.rank_one import Cone, Cylinder, sphere_logs, sum_of_squares, unit_columns
 
@@ -222,30 +224,69 @@ class FixedRankMatrices(QuotientManifold):
         left, right = self.point_factors(x)
         return space.vector(space.lift(*space.products([self.point_factors(y), (-left, right)]))).to(x.dtype)
 
+    def logmap_report(
+        self, x: Tensor, y: Tensor, *, starts: int = STARTS, generator: torch.Generator | None = None
+    ) -> Logarithm:
+        """Shortest horizontal vector found from ``x`` to the orbit of ``y``, and what certifies it; detached.
+
+        Args:
+            x: Point.
+            y: Point of the same rank.
+            starts: How many short paths to try as first guesses for each pair that the first leaves in doubt.
+            generator: Draws the guesses; by default a fixed seed.
+        """
+        x, y = torch.broadcast_tensors(x, y)
+        return logarithm(self, x, y, starts=starts, generator=generator)
+
     @override
     def logmap(self, x: Tensor, y: Tensor, *, check: bool = True) -> Tensor:
-        """Shortest horizontal vector from ``x`` to the orbit of ``y``."""
+        """Shortest horizontal vector from ``x`` to the orbit of ``y``; differentiable twice.
+
+        At rank one in closed form. Above by a solver, :meth:`logmap_report`: the shortest geodesic that it finds.
+
+        Args:
+            x: Point.
+            y: Point of the same rank.
+            check: Raise where there is no result; otherwise such an element is NaN.
+
+        Raises:
+            ValueError: The solver did not converge; or, at rank one, no shortest geodesic joins the points.
+        """
         x, y = torch.broadcast_tensors(x, y)
-        if x.shape[-1] != 1:
-            raise NotImplementedError
-        v = self._rank_one_log(x, y)
-        if check and not self.rank_one.complete:
-            reason = "the two matrices are too far apart: the shortest way leads through zero, or is one of many"
-            refuse_nan(v, (x, y), f"expected points of {self.name} that one shortest geodesic joins; {reason}")
+        if x.shape[-1] == 1:
+            v = self._rank_one_log(x, y)
+            check = check and not self.rank_one.complete
+            reason = "the shortest way between the matrices leads through zero, which is no matrix of rank one"
+        else:
+            report = logarithm(self, x, y, starts=STARTS)
+            v = torch.where(report.converged[..., None, None], report.vector, torch.nan)
+            if is_differentiated(x, y):
+                v = with_derivatives(self, x, y, v)
+            reason = "the solver did not converge, for they are too far apart. Look at `logmap_report(x, y)`"
+        if check:
+            refuse_nan(v, (x, y), f"expected points of {self.name} that a shortest geodesic joins; {reason}")
         return v
 
-    def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
-        """Geodesic distance; derivatives are finite where it is zero."""
-        return root(self.dist2(x, y, keepdim=keepdim))
+    def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False, check: bool = True) -> Tensor:
+        """Geodesic distance; derivatives are finite where it is zero. Arguments and errors as for :meth:`dist2`."""
+        return root(self.dist2(x, y, keepdim=keepdim, check=check))
 
-    def dist2(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
-        """Squared distance."""
+    def dist2(self, x: Tensor, y: Tensor, *, keepdim: bool = False, check: bool = True) -> Tensor:
+        """Squared distance: at rank one the infimum over all paths, above that of the geodesic :meth:`logmap` finds.
+
+        Raises:
+            ValueError: As :meth:`logmap`, above rank one.
+        """
         x, y = torch.broadcast_tensors(x, y)
         if x.shape[-1] != 1:
-            raise NotImplementedError
+            return self.inner(x, self.logmap(x, y, check=check), keepdim=keepdim)
         _, s, _, end, tangents = self._polar_coordinates(x, y)
         square = self.rank_one.dist2(s, end, sum_of_squares(tangents)).to(x.dtype)
         return square if keepdim else square.squeeze((-2, -1))
+
+    def pairwise_dist(self, x: Tensor, y: Tensor, *, check: bool = True) -> Tensor:
+        """Distances of all pairs: ``(..., p, rows, r)`` and ``(..., q, rows, r)`` -> ``(..., p, q)``."""
+        return self.dist(x.unsqueeze(-3), y.unsqueeze(-4), check=check)
 
     def _rank_one_log(self, x: Tensor, y: Tensor) -> Tensor:
         (g, h), s, _, end, (tg, th) = self._polar_coordinates(x, y)

@@ -30,6 +30,7 @@ Pair = tuple[Tensor, Tensor]
 class ProductTangentSpace(FactorTangentSpace):
     """What the preconditioned and the embedded metric share: coordinates, horizontal vectors, the way of geodesics."""
 
+    degree = 1
     cone: Cone
     """What the metric is at rank one."""
 
