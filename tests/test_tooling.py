@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = {"matplotlib", "peft", "rich", "sklearn", "timm", "transformers", "typer"}
+EXTRAS = {"matplotlib", "peft", "pymanopt", "rich", "sklearn", "timm", "transformers", "typer"}
 
 
 def test_importing_the_library_needs_no_extra() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.linalg import Frame, at_least_single, column_signs, gram
+from quotient_nets.linalg import Frame, at_least_single, column_signs
 from quotient_nets.manifolds.base import QuotientManifold, full_rank, refuse_nan, root
 from quotient_nets.manifolds.factor_tangent import MatrixTangentSpace, Terms
 from quotient_nets.manifolds.logarithm import STARTS, Logarithm, logarithm

@@ -224,7 +224,7 @@ class FrobeniusTangentSpace(ProductTangentSpace):
     def hessian(self, e: Tensor, de: Tensor, c: Tensor) -> Tensor:
         (eg, eh), (dg, dh), (bg, bh) = map(self.split, (e, de, c))
         left, right = self.cores(bg, bh)
-        vg, vh = bg - times(self.g, left), bh - times(self.h, right)
+        vh = bh - times(self.h, right)
         # What the derivative along the core adds to that of the ambient gradient E is taken away; E V_p stays.
         rg = inverse_action(dg - times(eg, right / self.s), self.defect_h)
         rh = inverse_action(dh - times(eh, left / self.s), self.defect_g)

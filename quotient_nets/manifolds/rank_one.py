@@ -38,7 +38,7 @@ def sphere_log(g: Tensor, q: Tensor) -> Tensor:
 
 
 def sphere_logs(g: Tensor, h: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Shortest tangent vectors from ``g`` to ``p`` and from ``h`` to ``q`` for the better common sign of ``p``, ``q``."""
+    """Shortest tangent vectors from ``g`` to ``p`` and ``h`` to ``q``, for the better sign of ``(p, q)``."""
     # The sign is chosen before anything is differentiated: with the other one a point is its own antipode.
     angles = _angle(g.detach(), p.detach()) + _angle(h.detach(), q.detach())
     sign = torch.where(angles > math.pi, -1.0, 1.0).to(g.dtype)

@@ -83,10 +83,3 @@ def test_diagonal_nets_are_a_flat_line() -> None:
     ratio = (m.product(y) / m.product(x)).flatten()
     assert_close(m.dist(x, y), ratio.log().abs() / math.sqrt(2))
     assert m.dist(x, y * torch.tensor([[-1.0], [1.0]])).isnan().all()
-
-
-def test_higher_rank_says_that_it_is_missing() -> None:
-    x = torch.randn(9, 2)
-    for method in (M.logmap, M.dist, M.dist2):
-        with pytest.raises(NotImplementedError, match="rank 1, got rank 2"):
-            method(x, x)

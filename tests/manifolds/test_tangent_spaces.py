@@ -113,7 +113,7 @@ def test_lift_pushes_forward_to_the_projected_tangent() -> None:
     m = InvariantFixedRank(5, 4)
     x, y, v = torch.randn(3, 9, 2, dtype=torch.float64)
     space = m.at(y)
-    lifted = space.vector(space.lift(*m.unpack_tensor(x), *m.unpack_tensor(v)))
+    lifted = space.vector(space.lift(*space.products(m.tangent_factors(x, v))))
     matrix = torch.func.jvp(m.product, (x,), (v,))[1]
     pushed = torch.func.jvp(m.product, (y,), (lifted,))[1]
     p, q = (f @ torch.linalg.pinv(f) for f in m.unpack_tensor(y))
