@@ -3,7 +3,13 @@
 from importlib.metadata import version
 
 from quotient_nets.architectures import parameter_manifold
-from quotient_nets.manifolds import AdaptiveEuclidean, InvariantFixedRank, PSDFixedRank, QuotientManifold
+from quotient_nets.manifolds import (
+    AdaptiveEuclidean,
+    ComplexRankOne,
+    InvariantFixedRank,
+    PSDFixedRank,
+    QuotientManifold,
+)
 from quotient_nets.parameters import ParameterManifold
 from quotient_nets.sharpness import ModelSharpness, Sharpness, worst_case_sharpness
 from quotient_nets.sharpness.model import model_sharpness
@@ -12,6 +18,7 @@ __version__ = version("quotient-nets")
 
 __all__ = [
     "AdaptiveEuclidean",
+    "ComplexRankOne",
     "InvariantFixedRank",
     "ModelSharpness",
     "PSDFixedRank",

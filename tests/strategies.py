@@ -4,15 +4,17 @@ A :class:`Case` knows how its point was built, and so measures tangent vectors a
 the code under test.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import geoopt
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quotient_nets.manifolds import AdaptiveEuclidean
+from quotient_nets.manifolds import AdaptiveEuclidean, ComplexRankOne, FixedRankMatrices, InvariantFixedRank
 from tests.cases import FIXED_RANK
 
 BATCHES = st.sampled_from([(), (1,), (3,), (2, 2)])
@@ -39,6 +41,15 @@ class Case:
     def horizontal(self) -> Tensor:
         """Random tangent vector of the quotient."""
         return self.manifold.proju(self.x, self.vector())
+
+    def step(self) -> Tensor:
+        """Random tangent vector whose geodesic stays on the manifold, of norm about one at most."""
+        u = self.horizontal()
+        if not isinstance(self.manifold, FixedRankMatrices):
+            return u
+        reach = 0.5 * self.manifold.exponential_radius(self.x) / self.manifold.norm(self.x, u)
+        # A manifold that is a point (n = m = r with no direction) has only the zero vector.
+        return u * reach.nan_to_num(0.0).clamp_max(1.0)[..., None, None]
 
     def derivative(self) -> Tensor:
         """Random Euclidean gradient, of norm about one against unit vectors."""
@@ -111,17 +122,22 @@ def fixed_rank(
     push_g, push_h = root[:, None] * torch.linalg.inv(a), root[:, None] * a.mT
     x = manifold.pack_point(orthogonal(*batch, n, r) @ push_g, orthogonal(*batch, m, r) @ push_h)
 
+    inverse_g, inverse_h = torch.linalg.inv(push_g), torch.linalg.inv(push_h)
+    # Coordinates are u_G push_g^-1 where the metric of a factor is its own, u_G push_h^T where it is the other's.
+    own = isinstance(manifold, InvariantFixedRank)
+    vector = (push_g, push_h) if own else (inverse_h.mT, inverse_g.mT)
+    inverse = (inverse_g, inverse_h) if own else (push_h.mT, push_g.mT)
+
     def each(c: Tensor, left: Tensor, right: Tensor) -> Tensor:
         cg, ch = manifold.unpack_tensor(c.double())
         return manifold.pack_point(cg @ left, ch @ right)
 
-    inverse_g, inverse_h = torch.linalg.inv(push_g), torch.linalg.inv(push_h)
     return Case(
         manifold,
         x.to(dtype),
-        vector_of=lambda c: each(c, push_g, push_h).to(dtype),
-        derivative_of=lambda c: each(c, inverse_g.mT, inverse_h.mT).to(dtype),
-        coordinates=lambda u: each(u, inverse_g, inverse_h),
+        vector_of=lambda c: each(c, *vector).to(dtype),
+        derivative_of=lambda c: each(c, *(a.mT for a in inverse)).to(dtype),
+        coordinates=lambda u: each(u, *inverse),
     )
 
 
@@ -146,3 +162,42 @@ def adaptive(draw: st.DrawFn, *, dtype: torch.dtype = torch.float64) -> Case:
 def points(**options: float) -> st.SearchStrategy[Case]:
     """Points of every manifold."""
     return st.one_of(fixed_rank(**options), adaptive())
+
+
+def complex_element(modulus: float, phase: float) -> Tensor:
+    """Group element of ``ComplexRankOne``."""
+    re, im = modulus * math.cos(phase), modulus * math.sin(phase)
+    return torch.tensor([[re, im], [-im, re]], dtype=torch.float64)
+
+
+COMPLEX_SIZES = [(1, 1), (1, 3), (3, 1), (2, 2), (4, 3)]
+COMPLEX_ELEMENTS = st.builds(
+    lambda power, phase: complex_element(10**power, phase), st.floats(-4, 4), st.floats(-math.pi, math.pi)
+)
+
+
+@st.composite
+def complex_points(draw: st.DrawFn) -> tuple[ComplexRankOne, Tensor]:
+    """Manifold and a point; ``COMPLEX_ELEMENTS`` bring its lengths out of balance."""
+    n, m = draw(st.sampled_from(COMPLEX_SIZES))
+    batch = draw(BATCHES)
+    torch.manual_seed(draw(st.integers(0, 2**32 - 1)))
+    return ComplexRankOne(n, m), torch.randn(*batch, n + m, 2, dtype=torch.float64)
+
+
+def unit_vector(m: ComplexRankOne, x: Tensor) -> Tensor:
+    """Random horizontal unit vector."""
+    u = m.proju(x, x.abs().mean((-2, -1), keepdim=True) * torch.randn_like(x))
+    return u / m.norm(x, u, keepdim=True)
+
+
+def as_numpy(m: ComplexRankOne, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Factors of a point as numpy's complex vectors."""
+    g, h = (torch.view_as_complex(t.contiguous()).numpy() for t in m.unpack_tensor(x))
+    return g, h
+
+
+def assert_near(m: ComplexRankOne, x: Tensor, actual: Tensor, expected: Tensor, tolerance: float = 1e-11) -> None:
+    """Points or tangent vectors, compared in the metric at ``x``, relative to at least one."""
+    error, size = m.norm(x, actual - expected), m.norm(x, expected)
+    assert bool((error <= tolerance * size.clamp_min(1)).all()), error

@@ -2,6 +2,7 @@
 
 from quotient_nets.manifolds.adaptive import AdaptiveEuclidean
 from quotient_nets.manifolds.base import QuotientManifold
+from quotient_nets.manifolds.complex_rank_one import ComplexRankOne
 from quotient_nets.manifolds.fixed_rank import (
     EmbeddedFixedRank,
     FixedRank,
@@ -13,6 +14,7 @@ from quotient_nets.manifolds.psd import PSDFixedRank
 
 __all__ = [
     "AdaptiveEuclidean",
+    "ComplexRankOne",
     "EmbeddedFixedRank",
     "FixedRank",
     "FixedRankMatrices",

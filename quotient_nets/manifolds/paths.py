@@ -23,8 +23,8 @@ ITERATIONS = 12  # of the minimisation; the geodesic is found exactly afterwards
 
 Pair = tuple[Tensor, Tensor]
 Chords = Callable[[Tensor, Tensor], Tensor]
-"""From the factors along paths, ``(..., K + 1, rows, r)`` each, to vectors ``(..., K, any)`` as long as the segments are
-in the metric of the total space."""
+"""From the factors along paths, ``(..., K + 1, rows, r)`` each, to vectors ``(..., K, any)``, as long as the segments
+are in the metric of the total space."""
 
 
 def invariant_chords(g: Tensor, h: Tensor) -> Tensor:

@@ -201,7 +201,8 @@ class FrobeniusTangentSpace(ProductTangentSpace):
         left, right = self.cores(bg, bh)
         own = gram(bg, bg) - gram(bg, times(self.g, left))
         other = gram(bh, bh) - gram(bh, times(self.h, right))
-        turn = (inverse_action(other / self.s, self.defect_g) - inverse_action(own, self.defect_g) / self.s.mT) / 2
+        turn = inverse_action(other / self.s, self.defect_h) - inverse_action((own / self.s.mT).mT, self.defect_g).mT
+        turn = turn / 2
 
         def one(core: Tensor, turn: Tensor) -> Pair:
             rate = core / self.s.mT

@@ -142,11 +142,14 @@ class Cone:
             For each side ``(m1, m2)``: the factor is displaced by ``b + g m1 + b m2`` in units where ``g`` stands for
             ``g s``. NaN where the line meets the apex.
         """
-        left, right = gram(g, bg) / gram(g, g), gram(h, bh) / gram(h, h)
-        radial = left + right
+        # Lengths are 1 in value; what depends on the point through them makes derivatives exact.
+        length_g, length_h = gram(g, g), gram(h, h)
+        left, right = gram(g, bg) / length_g, gram(h, bh) / length_h
         across_g, across_h = bg - g * left, bh - h * right
-        square_g, square_h = gram(across_g, across_g), gram(across_h, across_h)
-        forward = s + radial
+        square_g, square_h = gram(across_g, across_g) * length_h, gram(across_h, across_h) * length_g
+        unit = (length_g * length_h).sqrt()
+        s, left, right = s * unit, left * unit, right * unit
+        forward = s + left + right
         square = self.speed**2 * (square_g + square_h)
         radius = forward.square() + square
         # At the apex there is no direction.
@@ -158,7 +161,8 @@ class Cone:
             cosine, sinc = cos_and_sinc(rate.square() * across)
             # g cos + (b - g core) sin / |.| in place of g
             m2 = root * s * rate * sinc
-            result.append((s * (root * cosine - 1) - core * m2, m2 - 1))
+            m1 = s * (root * cosine - 1) - core * m2
+            result.append((m1 / unit, m2 - 1))
         return result
 
 

@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from quotient_nets.manifolds import AdaptiveEuclidean, InvariantFixedRank, QuotientManifold
+from quotient_nets.manifolds import AdaptiveEuclidean, ComplexRankOne, InvariantFixedRank, QuotientManifold
+from tests.cases import FIXED_RANK
 
-MANIFOLDS = [(InvariantFixedRank(4, 3), (7, 2)), (AdaptiveEuclidean(), (5,))]
+MANIFOLDS = [
+    *((kind(4, 3), (7, 2)) for kind in FIXED_RANK),
+    (ComplexRankOne(4, 3), (7, 2)),
+    (AdaptiveEuclidean(), (5,)),
+]
 over_manifolds = pytest.mark.parametrize(("manifold", "shape"), MANIFOLDS, ids=[m.name for m, _ in MANIFOLDS])
 SIGNATURES = {
     "retr": "x u",
@@ -98,10 +103,12 @@ def test_other_numbers_make_another_manifold() -> None:
         InvariantFixedRank(4, 3),
         InvariantFixedRank(3, 4),
         InvariantFixedRank(4, 4),
+        ComplexRankOne(4, 3),
+        ComplexRankOne(3, 4),
         AdaptiveEuclidean(),
         AdaptiveEuclidean(2),
     }
-    assert len(different) == 5
+    assert len(different) == 7
     assert InvariantFixedRank(4, 3) != geoopt.Euclidean(2)
     assert InvariantFixedRank(4, 3) != (4, 3)
     assert AdaptiveEuclidean() != geoopt.Euclidean(1)

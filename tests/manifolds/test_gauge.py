@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.func import jvp, vjp
 from torch.testing import assert_close
 
-from quotient_nets.manifolds import AdaptiveEuclidean
+from quotient_nets.manifolds import AdaptiveEuclidean, InvariantFixedRank
 from tests.cases import FIXED_RANK_OPERATIONS, Operation
 from tests.strategies import Case, adaptive, fixed_rank, group_element
 
@@ -26,8 +26,8 @@ def elements(draw: st.DrawFn, case: Case) -> Tensor:
 
 
 def arguments(case: Case) -> dict[str, Tensor]:
-    kinds = {"x": case.x, "y": case.elsewhere(), "e": case.derivative()}
-    return kinds | {role: case.vector() for role in "uvw"}
+    kinds = {"x": case.x, "y": case.elsewhere(), "e": case.derivative(), "f": case.derivative()}
+    return kinds | {role: case.vector() for role in "vw"} | {"u": case.step()}
 
 
 def move(case: Case, given: dict[str, Tensor], a: Tensor, b: Tensor) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ def move(case: Case, given: dict[str, Tensor], a: Tensor, b: Tensor) -> dict[str
         "u": jvp(lambda p: act(p, a), (x,), (given["u"],))[1],
         "v": jvp(lambda p: act(p, a), (x,), (given["v"],))[1],
         "w": jvp(lambda p: act(p, b), (y,), (given["w"],))[1],
-        "e": vjp(lambda p: act(p, back), moved)[1](given["e"])[0],
+        **{role: vjp(lambda p: act(p, back), moved)[1](given[role])[0] for role in "ef"},
     }
 
 
@@ -93,11 +93,11 @@ def test_vertical_vectors_are_the_derivative_of_the_action(case: Case) -> None:
 
 
 @given(fixed_rank(), st.sampled_from([1e-3, 10.0]))
-def test_metric_ignores_the_scale_of_the_product(case: Case, c: float) -> None:
+def test_metric_knows_the_scale_of_the_product_or_ignores_it(case: Case, c: float) -> None:
     m, x = case.manifold, case.x
     g, h = m.unpack_tensor(torch.stack([x, case.vector(), case.vector()]))
     scaled = m.pack_point(c * g, h)
-    expected = m.inner(*m.pack_point(g, h))
+    expected = m.inner(*m.pack_point(g, h)) * (1 if isinstance(m, InvariantFixedRank) else c**2)
     assert_close(m.inner(*scaled), expected, rtol=1e-10, atol=1e-10)
 
 

@@ -21,12 +21,12 @@ def ill_conditioned(n: int, m: int, r: int, condition: float, batch: int) -> dic
     manifold = InvariantFixedRank(n, m)
     root = torch.logspace(0, -0.5, r, base=condition, dtype=torch.float64)
     frames = [manifold.pack_point(orthogonal(batch, n, r), orthogonal(batch, m, r)) for _ in range(2)]
-    noise = {role: torch.randn(batch, n + m, r, dtype=torch.float64) / (n + m) for role in "uvwe"}
+    noise = {role: torch.randn(batch, n + m, r, dtype=torch.float64) / (n + m) for role in "uvwef"}
     return {
         "x": frames[0] * root,
         "y": frames[1] * root,
         **{role: noise[role] * root for role in "uvw"},
-        "e": noise["e"] / root,
+        **{role: noise[role] / root for role in "ef"},
     }
 
 
@@ -78,7 +78,7 @@ def test_half_precision_reaches_points_and_group_elements(dtype: torch.dtype) ->
 
 @given(fixed_rank(condition=10.0, gauge=2.0, dtype=torch.float32))
 def test_float32_does_not_see_the_sizes_of_the_factors(case: Case) -> None:
-    m, x, u = case.manifold, case.x, case.horizontal()
+    m, x, u = case.manifold, case.x, case.step()
     a = 1024 * torch.eye(x.shape[-1])  # then |H| = 1e6 |G|, without rounding
     for method in (m.proju, m.retr, m.expmap, m.second_order):
         actual = m.action(method(m.action(x, a), m.action(u, a)), a / 1024**2)
@@ -135,7 +135,7 @@ def test_tensors_stay_on_their_device(dtype: torch.dtype, r: int, batch: tuple[i
     m = InvariantFixedRank(4, 3)
     with FakeTensorMode():
         a = torch.empty(r, r, dtype=dtype, device="cuda")
-        roles = {role: torch.empty(*batch, 7, r, dtype=dtype, device="cuda") for role in "xyuvwe"}
+        roles = {role: torch.empty(*batch, 7, r, dtype=dtype, device="cuda") for role in "xyuvwef"}
         x, u = roles["x"], roles["u"]
         results = {op.method: op(m, roles) for op in FIXED_RANK_OPERATIONS}
         results["expmap with radius"] = m.expmap(x, u, radius=0.1)

@@ -31,7 +31,8 @@ def test_coordinates_are_orthonormal_and_determine_the_tangent_vector(case: Case
     space, u, e = case.manifold.at(case.x), case.horizontal(), case.derivative()
     c = space.coordinates(u)
     axes = tuple(range(-space.ndim, 0))
-    assert_close((c * c).sum(axes, keepdim=True), space.inner(c, c))
+    if space.orthonormal:
+        assert_close((c * c).sum(axes, keepdim=True), space.inner(c, c))
     assert_close((c * space.pull_gradient(e)).sum(axes), (u * e).sum(axes), rtol=0, atol=ROUNDING)
     case.assert_equal(space.vector(c), u, ROUNDING)
 
@@ -40,7 +41,7 @@ def test_coordinates_are_orthonormal_and_determine_the_tangent_vector(case: Case
 def test_paths_in_coordinates_are_those_of_the_manifold(case: Case, path: str, radius: float | None) -> None:
     if not hasattr(case.manifold, path):
         return
-    space, u = case.manifold.at(case.x), case.horizontal()
+    space, u = case.manifold.at(case.x), case.step()
     actual = space.move(space.coordinates(u), path, radius)
     case.assert_equal(actual, getattr(case.manifold, path)(case.x, u), ROUNDING)
 
@@ -71,6 +72,7 @@ def test_balanced_point_needs_no_decomposition(case: Case) -> None:
     y, _ = m.canonicalize(case.x)
     slow, fast = m.at(y), m.at(y, balanced=True)
     c, e = 0.3 * slow.random(), torch.randn_like(y)
+    c = c * m.exponential_radius(y).clamp_max(1.0)[..., None, None]
     assert_close(fast.vector(c), slow.vector(c), rtol=0, atol=ROUNDING)
     assert_close(fast.pull_gradient(e), slow.pull_gradient(e), rtol=0, atol=ROUNDING)
     assert_close(fast.coordinates(slow.vector(c)), c, rtol=0, atol=ROUNDING)
