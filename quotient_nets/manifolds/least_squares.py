@@ -87,7 +87,7 @@ def _dense_step(residual: Residual, z: Tensor, f: Tensor, damping: Tensor, mappe
 
 def _iterative_step(residual: Residual, z: Tensor, f: Tensor, damping: Tensor) -> Tensor:
     """The same step by conjugate gradients, to three digits."""
-    _, pull = torch.func.vjp(residual, z)
+    pull = torch.func.vjp(residual, z)[1]
     step, rest = torch.zeros_like(z), -pull(f)[0]
     direction, square = rest, rest.square().sum(-1, keepdim=True)
     target = CG_TOLERANCE**2 * square

@@ -1,8 +1,8 @@
 r"""Shortest geodesics between matrices of fixed rank, where no closed form is known.
 
 Both points and the geodesics between them lie in the span of their factors, so the problem is reduced to matrices of
-at most ``2r`` rows and columns, the *core*, scaled to unit norm. There the initial velocity is found by least squares on
-the end point, from several first guesses: the projected difference, and the starts of short paths
+at most ``2r`` rows and columns, the *core*, scaled to unit norm. There the initial velocity is found by least squares
+on the end point, from several first guesses: the projected difference, and the starts of short paths
 (:mod:`quotient_nets.manifolds.paths`) between frames turned towards each other in different ways. The shortest result
 counts.
 
