@@ -6,7 +6,10 @@ from quotient_nets.architectures import parameter_manifold
 from quotient_nets.manifolds import (
     AdaptiveEuclidean,
     ComplexRankOne,
+    EmbeddedFixedRank,
     InvariantFixedRank,
+    PolarFixedRank,
+    PreconditionedFixedRank,
     PSDFixedRank,
     QuotientManifold,
 )
@@ -19,10 +22,13 @@ __version__ = version("quotient-nets")
 __all__ = [
     "AdaptiveEuclidean",
     "ComplexRankOne",
+    "EmbeddedFixedRank",
     "InvariantFixedRank",
     "ModelSharpness",
     "PSDFixedRank",
     "ParameterManifold",
+    "PolarFixedRank",
+    "PreconditionedFixedRank",
     "QuotientManifold",
     "Sharpness",
     "model_sharpness",

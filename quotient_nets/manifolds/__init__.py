@@ -10,6 +10,7 @@ from quotient_nets.manifolds.fixed_rank import (
     PreconditionedFixedRank,
 )
 from quotient_nets.manifolds.matrices import FixedRankMatrices
+from quotient_nets.manifolds.polar import PolarFixedRank
 from quotient_nets.manifolds.psd import PSDFixedRank
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "FixedRankMatrices",
     "InvariantFixedRank",
     "PSDFixedRank",
+    "PolarFixedRank",
     "PreconditionedFixedRank",
     "QuotientManifold",
 ]
