@@ -17,6 +17,7 @@ from quotient_nets.manifolds import (
     EmbeddedFixedRank,
     FixedRank,
     InvariantFixedRank,
+    PolarFixedRank,
     PreconditionedFixedRank,
     PSDFixedRank,
 )
@@ -76,6 +77,10 @@ PSD_OPERATIONS = [
 ]
 _TRIPLES = [(kind(4, 3), (7, r), op) for kind in FIXED_RANK for r in (2, 1) for op in FIXED_RANK_OPERATIONS]
 _TRIPLES += [(kind(4, 3), (7, 1), op) for kind in FIXED_RANK for op in DISTANCES]
+# An orthogonal factor is found by a decomposition there, without derivatives.
+POLAR_OPERATIONS = [op for op in FIXED_RANK_OPERATIONS if op.method != "orthographic"]
+_TRIPLES += [(PolarFixedRank(4, 3), (7 + r, r), op) for r in (2, 1) for op in POLAR_OPERATIONS]
+_TRIPLES += [(PolarFixedRank(4, 3), (8, 1), op) for op in DISTANCES]
 _TRIPLES += [(AdaptiveEuclidean(), (5,), op) for op in ADAPTIVE_OPERATIONS]
 _TRIPLES += [(PSDFixedRank(5), (5, r), op) for r in (2, 1) for op in PSD_OPERATIONS]
 _TRIPLES += [(ComplexRankOne(4, 3), (7, 2), op) for op in PSD_OPERATIONS]
@@ -107,6 +112,10 @@ def draw(
     arguments = {role: torch.randn(*batch, *shape, dtype=dtype) for role in "xyuvwef"}
     if isinstance(manifold, AdaptiveEuclidean):
         arguments |= {role: arguments[role].abs() + 0.2 for role in "xy"}
+    if isinstance(manifold, PolarFixedRank):
+        points = (manifold.random(*batch, *shape, dtype=dtype).as_subclass(Tensor).clone() for _ in "xy")
+        arguments |= dict(zip("xy", points, strict=True))
+        arguments |= {role: 0.5 * arguments[role] for role in "uv"}
     if isinstance(manifold, FixedRank) and shape[-1] == 1:
         arguments["y"] = arguments["x"] + 0.3 * arguments["y"]  # not every pair is joined by a shortest geodesic
     return arguments

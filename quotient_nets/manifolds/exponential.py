@@ -18,7 +18,7 @@ import torch
 from scipy.special import jv
 from torch import Tensor
 
-from quotient_nets.linalg import add_product, times
+from quotient_nets.linalg import add_product, matrix_exp, times
 
 LONGEST, SHORTEST = 4.0, 1e-4  # radius of a series: beyond, terms cancel; below, squares of its inverse overflow
 MAX_DEGREE = 32  # of the Chebyshev series, enough for every radius up to the longest
@@ -223,8 +223,8 @@ def _matrix_exponential(a: Tensor, a_star: Tensor, b: Tensor) -> tuple[Tensor, T
     eye = torch.eye(r, dtype=a.dtype, device=a.device)
     top = torch.cat([a - a_star, times(a_star, a) - b], dim=-1)
     bottom = torch.cat([eye.expand_as(a), torch.zeros_like(a)], dim=-1)
-    f1, f2 = torch.matrix_exp(torch.cat([top, bottom], dim=-2)).narrow(-1, 0, r).split(r, dim=-2)
-    e = torch.matrix_exp(a_star)
+    f1, f2 = matrix_exp(torch.cat([top, bottom], dim=-2)).narrow(-1, 0, r).split(r, dim=-2)
+    e = matrix_exp(a_star)
     m2 = f2 @ e
     m1 = f1 @ e - times(a, m2)
     return (m1 - eye).to(dtype), (m2 - eye).to(dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.linalg import Frame, gram, inverse_action, solve_by_correction, times, times_transposed
+from quotient_nets.linalg import Frame, gram, inverse_action, matrix_exp, solve_by_correction, times, times_transposed
 from quotient_nets.manifolds.exponential import velocity_exponential
 from quotient_nets.manifolds.factor_tangent import CORRECTIONS, UNKNOWN_PATH, MatrixTangentSpace, sym
 
@@ -143,7 +143,7 @@ class PolarTangentSpace(MatrixTangentSpace):
         if path == "expmap":
             step_g, step_h = _rotation(self.g, a, radius), _rotation(self.h, b, radius)
             eye = torch.eye(beta.shape[-1], dtype=torch.float64, device=beta.device)
-            growth = torch.matrix_exp(inverse_action(beta, self.defect).double()) - eye
+            growth = matrix_exp(inverse_action(beta, self.defect).double()) - eye
             growth = growth.to(beta.dtype)
             growth = sym(growth if self.defect is None else growth - times(growth, self.defect))
         elif path in {"retr", "second_order"}:

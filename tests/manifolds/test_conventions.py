@@ -9,11 +9,18 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from quotient_nets.manifolds import AdaptiveEuclidean, ComplexRankOne, InvariantFixedRank, QuotientManifold
+from quotient_nets.manifolds import (
+    AdaptiveEuclidean,
+    ComplexRankOne,
+    InvariantFixedRank,
+    PolarFixedRank,
+    QuotientManifold,
+)
 from tests.cases import FIXED_RANK
 
 MANIFOLDS = [
     *((kind(4, 3), (7, 2)) for kind in FIXED_RANK),
+    (PolarFixedRank(4, 3), (9, 2)),
     (ComplexRankOne(4, 3), (7, 2)),
     (AdaptiveEuclidean(), (5,)),
 ]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from quotient_nets.manifolds import AdaptiveEuclidean, ComplexRankOne, FixedRank, InvariantFixedRank
+from quotient_nets.manifolds import AdaptiveEuclidean, ComplexRankOne, FixedRankMatrices, InvariantFixedRank
 from tests.cases import FIXED_RANK_OPERATIONS, Operation, draw, each_operation
 
 USE_A_FRAME = [op for op in FIXED_RANK_OPERATIONS if op.method != "retr"]
@@ -23,7 +23,7 @@ def test_an_invalid_number_spoils_its_own_element_only(
         spoiled[role][1].view(-1)[-1] = bad
         actual, expected = op(manifold, spoiled), op(manifold, roles)
         assert_close(actual[::2], expected[::2], rtol=0, atol=0)
-        if isinstance(manifold, FixedRank | ComplexRankOne):  # weights are independent in the adaptive metric
+        if isinstance(manifold, FixedRankMatrices | ComplexRankOne):  # weights are independent in the adaptive metric
             assert not bool(actual[1].isfinite().all()), f"{bad} in {role!r} gave a number"
 
 
