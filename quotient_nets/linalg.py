@@ -168,6 +168,29 @@ def _scalar_frame(g: Tensor, h: Tensor) -> Frame:
     return Frame(g / norm_g, h / norm_h, spectrum, 1 / norm_g, 1 / norm_h, norm_g, norm_h)
 
 
+def truncated_svd(matrix: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Best approximation :math:`g \operatorname{diag}(s) h^\top` of rank ``r`` (Eckart and Young), in float64.
+
+    Singular values descend; the signs are those of :func:`frame`.
+
+    Raises:
+        ValueError: ``r`` is not between 1 and the smaller side; the matrix has a lower rank, NaN or Inf.
+    """
+    if not (isinstance(r, int) and 1 <= r <= min(matrix.shape[-2:])):
+        raise ValueError(f"expected a rank 1 <= r <= {min(matrix.shape[-2:])}, got r={r!r}")
+    if not bool(matrix.isfinite().all()):
+        raise ValueError("expected a finite matrix, got NaN or Inf")
+    u, s, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
+    floor = 10 * max(matrix.shape[-2:]) * torch.finfo(s.dtype).eps * torch.linalg.vector_norm(s, dim=-1)
+    g, s, h = u.narrow(-1, 0, r), s.narrow(-1, 0, r), vt.narrow(-2, 0, r).mT
+    if not bool((s.select(-1, -1) > floor).all()):
+        raise ValueError(
+            f"expected a matrix of rank r={r} at least; it is numerically rank deficient. Use a smaller r."
+        )
+    sign = column_signs(g)
+    return g * sign, s, h * sign
+
+
 def solve(a: Tensor, b: Tensor) -> Tensor:
     """Solution ``z`` of ``a z = b`` for square ``a``; NaN or Inf where ``a`` is singular, without a check.
 

@@ -234,6 +234,10 @@ class PreconditionedFixedRank(FixedRank):
     rank_one = Cone(math.sqrt(2))
     chords = staticmethod(preconditioned_chords)
 
+    @override
+    def is_flat(self, r: int) -> bool:
+        return r == self.n == self.m
+
 
 class EmbeddedFixedRank(FixedRank):
     r"""Fixed-rank matrices with the Frobenius metric of the matrices, in factors.
@@ -259,3 +263,7 @@ class EmbeddedFixedRank(FixedRank):
     tangent_space = FrobeniusTangentSpace
     rank_one = Cone(1.0)
     chords = staticmethod(embedded_chords)
+
+    @override
+    def is_flat(self, r: int) -> bool:
+        return r == min(self.n, self.m)

@@ -213,7 +213,9 @@ def _solve(
 ) -> tuple[_Found, Tensor]:
     core = Core(manifold, points)
     best = core.shoot(core.difference())
-    sure = (best.error <= TOLERANCE) & (best.length <= SURE * manifold.rank_one.injectivity(points.s).amin((-2, -1)))
+    sure = (best.error <= TOLERANCE) & (
+        best.length <= SURE * manifold.rank_one.injectivity(points.s, spheres=2).amin((-2, -1))
+    )
     index = (~sure).nonzero().squeeze(-1)
     r = points.s.shape[-1]
     if not len(index) or not starts or unknowns(points.g.shape[-2] + points.h.shape[-2], r) > DENSE:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.linalg import Frame, at_least_single, column_signs
+from quotient_nets.linalg import Frame, truncated_svd
 from quotient_nets.manifolds.base import QuotientManifold, full_rank, refuse_nan, root
 from quotient_nets.manifolds.factor_tangent import MatrixTangentSpace, Terms
 from quotient_nets.manifolds.logarithm import STARTS, Logarithm, logarithm
 from quotient_nets.manifolds.logarithm_derivative import is_differentiated, with_derivatives
 from quotient_nets.manifolds.paths import Chords
-from quotient_nets.manifolds.rank_one import Cone, Cylinder, sphere_logs, sum_of_squares, unit_columns
+from quotient_nets.manifolds.rank_one import Cone, Cylinder, rank_one_coordinates, sum_of_squares
 
 
 class FixedRankMatrices(QuotientManifold):
@@ -139,8 +139,7 @@ class FixedRankMatrices(QuotientManifold):
             x: Point.
             u: Horizontal vector.
             radius: Upper bound on the norm of ``u``, if known; saves work for some metrics, changes no result.
-            check: Raise where the metric is not complete and the geodesic leaves the manifold before time 1; otherwise
-                such an element is NaN.
+            check: Raise where a geodesic leaves a manifold that is not complete; otherwise that element is NaN.
 
         Raises:
             ValueError: The geodesic leaves the manifold.
@@ -158,6 +157,21 @@ class FixedRankMatrices(QuotientManifold):
     def exponential_radius(self, x: Tensor) -> Tensor:
         """Norm below which every geodesic reaches time 1, ``(...)``: a bound where it is finite, else infinity."""
         return self.rank_one.reach(self.frame(x).spectrum.select(-1, -1))
+
+    def injectivity_radius(self, x: Tensor) -> Tensor:
+        r"""Norm below which geodesics from ``x`` are the only shortest ones, ``(...)``; NaN where it is not known.
+
+        Known, and exact, at rank one and where the metric is flat. At rank one :math:`\pi / \sqrt 2` for a complete
+        metric (``n, m > 1``); otherwise :meth:`exponential_radius`.
+        """
+        r, s = x.shape[-1], self.frame(x).spectrum.select(-1, -1)
+        if r == 1:
+            return self.rank_one.injectivity(s, spheres=(self.n > 1) + (self.m > 1))
+        return self.rank_one.reach(s) if self.is_flat(r) else s * torch.nan
+
+    def is_flat(self, r: int) -> bool:
+        """Whether matrices of rank ``r`` are an open set of a Euclidean space with this metric."""
+        return r < 1
 
     @override
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
@@ -191,18 +205,7 @@ class FixedRankMatrices(QuotientManifold):
         """
         if tuple(matrix.shape[-2:]) != (self.n, self.m):
             raise ValueError(f"expected a matrix of shape (..., {self.n}, {self.m}), got {tuple(matrix.shape)}")
-        if not (isinstance(r, int) and 1 <= r <= min(self.n, self.m)):
-            raise ValueError(f"expected a rank 1 <= r <= {min(self.n, self.m)}, got r={r!r}")
-        matrix = matrix.detach()
-        if not bool(matrix.isfinite().all()):
-            raise ValueError("expected a finite matrix, got NaN or Inf")
-        u, s, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
-        g, s, h = u.narrow(-1, 0, r), s.narrow(-1, 0, r), vt.narrow(-2, 0, r).mT
-        floor = 10 * max(self.n, self.m) * torch.finfo(g.dtype).eps * torch.linalg.matrix_norm(matrix.double())
-        if not bool((s.select(-1, -1) > floor).all()):
-            raise ValueError(f"expected a matrix of rank at least r={r}; it is numerically rank deficient. Use less.")
-        sign = column_signs(g)
-        return self.from_frame(g * sign, s, h * sign).to(matrix.dtype)
+        return self.from_frame(*truncated_svd(matrix.detach(), r)).to(matrix.dtype)
 
     @abstractmethod
     def orthographic(self, x: Tensor, u: Tensor) -> Tensor:
@@ -280,7 +283,7 @@ class FixedRankMatrices(QuotientManifold):
         x, y = torch.broadcast_tensors(x, y)
         if x.shape[-1] != 1:
             return self.inner(x, self.logmap(x, y, check=check), keepdim=keepdim)
-        _, s, _, end, tangents = self._polar_coordinates(x, y)
+        _, s, end, tangents = rank_one_coordinates(self.point_factors(x), self.point_factors(y))
         square = self.rank_one.dist2(s, end, sum_of_squares(tangents)).to(x.dtype)
         return square if keepdim else square.squeeze((-2, -1))
 
@@ -289,16 +292,10 @@ class FixedRankMatrices(QuotientManifold):
         return self.dist(x.unsqueeze(-3), y.unsqueeze(-4), check=check)
 
     def _rank_one_log(self, x: Tensor, y: Tensor) -> Tensor:
-        (g, h), s, _, end, (tg, th) = self._polar_coordinates(x, y)
+        (g, h), s, end, (tg, th) = rank_one_coordinates(self.point_factors(x), self.point_factors(y))
         radial, factor = self.rank_one.log(s, end, sum_of_squares((tg, th)))
         space = self._at(x)
         return space.vector(space.lift(*space.products([(g * radial + tg * factor, h), (g, th * factor)]))).to(x.dtype)
-
-    def _polar_coordinates(self, x: Tensor, y: Tensor) -> Any:
-        """Unit vectors and singular values at rank one, and the ways between the vectors on their spheres."""
-        (g, h), s = unit_columns(*map(at_least_single, self.point_factors(x)))
-        (p, q), end = unit_columns(*map(at_least_single, self.point_factors(y)))
-        return (g, h), s, (p, q), end, sphere_logs(g, h, p, q)
 
     @override
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:

@@ -25,10 +25,10 @@ from quotient_nets.linalg import (
     random_orthogonal,
     solve_by_correction,
 )
-from quotient_nets.manifolds.base import QuotientManifold, full_rank
+from quotient_nets.manifolds.base import QuotientManifold, full_rank, refuse_nan
+from quotient_nets.manifolds.factor_tangent import CORRECTIONS
+from quotient_nets.manifolds.procrustes import alignment
 from quotient_nets.tangent_space import Checked
-
-CORRECTIONS = 2  # derivatives with respect to the point that are exact
 
 
 class _Principal(NamedTuple):
@@ -156,9 +156,39 @@ class PSDFixedRank(QuotientManifold):
         return self.proju(x, ehess)
 
     @override
-    def expmap(self, x: Tensor, u: Tensor) -> Tensor:
-        """Geodesic ``Y + u``; minimising for ``|u| < injectivity_radius(x)``."""
-        return x + u
+    def expmap(self, x: Tensor, u: Tensor, *, check: bool = True) -> Tensor:
+        """Geodesic ``Y + u``; minimising for ``|u| < injectivity_radius(x)``.
+
+        Shorter geodesics stay on the manifold. A longer one leaves it where the rank of ``Y + t u`` drops on the way;
+        that element is NaN. :meth:`retr` is the same line, unchecked and far cheaper: no decomposition of ``x``.
+
+        Args:
+            x: Point.
+            u: Horizontal vector.
+            check: Raise where a geodesic leaves the manifold; otherwise only NaN.
+
+        Raises:
+            ValueError: A geodesic leaves the manifold.
+        """
+        y = torch.where(self._loses_rank(x, u)[..., None, None], math.nan, x + u)
+        if check:
+            reason = "the rank drops on the way. Steps shorter than `injectivity_radius(x)` do not leave it"
+            refuse_nan(y, (x, u), f"expected a geodesic that stays on {self.name}; {reason}")
+        return y
+
+    def _loses_rank(self, x: Tensor, u: Tensor) -> Tensor:
+        """Whether :math:`(Y + t u) w = 0` for some ``w`` and ``0 < t <= 1``."""
+        x, u = torch.broadcast_tensors(at_least_single(x.detach()), at_least_single(u.detach()))
+        p = self._principal(x)
+        relative = u.double() @ p.rotation.double() / p.s.double().unsqueeze(-2)
+        basis = p.basis.double()
+        along = gram(basis, relative)
+        finite = along.isfinite().all(dim=(-2, -1), keepdim=True)
+        rates, vectors = torch.linalg.eigh(torch.where(finite, along + along.mT, 0.0) / 2)
+        # Along such a direction Y + t u is (1 + t rate) Y plus what leaves the columns of Y, and both must vanish.
+        rest = torch.linalg.vector_norm((relative - basis @ along) @ vectors, dim=-2)
+        rounding = 100 * self.n * torch.finfo(x.dtype).eps * torch.linalg.matrix_norm(relative).unsqueeze(-1)
+        return ((rates <= -1) & (rest <= rounding)).any(dim=-1)
 
     def second_order(self, x: Tensor, u: Tensor) -> Tensor:
         """``Y + u``: the geodesic itself."""
@@ -172,7 +202,7 @@ class PSDFixedRank(QuotientManifold):
         geodesics are then equally short.
         """
         x, y = torch.broadcast_tensors(x, y)
-        q, least, largest = self._alignment(x, y)
+        q, least, largest = alignment(gram(y, x))
         unique = (least > 10 * self.n * torch.finfo(torch.float64).eps * largest)[..., None, None]
         return torch.where(unique, y @ q - x, math.nan)
 
@@ -180,36 +210,17 @@ class PSDFixedRank(QuotientManifold):
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Bures-Wasserstein distance of the matrices; derivatives are finite everywhere."""
         x, y = torch.broadcast_tensors(x, y)
-        return self.norm(x, y @ self._alignment(x, y)[0] - x, keepdim=keepdim)
+        return self.norm(x, y @ alignment(gram(y, x))[0] - x, keepdim=keepdim)
 
     @override
     def dist2(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Squared distance, without the root's singular derivative."""
         x, y = torch.broadcast_tensors(x, y)
-        return self.inner(x, y @ self._alignment(x, y)[0] - x, keepdim=keepdim)
+        return self.inner(x, y @ alignment(gram(y, x))[0] - x, keepdim=keepdim)
 
     def pairwise_dist(self, x: Tensor, y: Tensor) -> Tensor:
         """Distances of all pairs: ``(..., p, n, r)`` and ``(..., q, n, r)`` -> ``(..., p, q)``."""
         return self.dist(x.unsqueeze(-3), y.unsqueeze(-4))
-
-    def _alignment(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Polar factor of ``y^T x``, with two exact derivatives, and the extreme singular values of that matrix."""
-        product = gram(y, x)
-        a = product.detach().double()
-        finite = a.isfinite().all((-2, -1), keepdim=True)
-        u, s, vt = torch.linalg.svd(torch.where(finite, a, 0.0))
-        q = torch.where(finite, u @ vt, math.nan).to(x.dtype)
-        # q solves skew(q^T a) = 0. Newton steps on the group, zero in value, carry the derivatives.
-        v, scale = vt.mT.to(x.dtype), s.unsqueeze(-1) + s.unsqueeze(-2)
-        scale = torch.where(scale > 0, scale, 1.0).to(x.dtype)
-        for _ in range(CORRECTIONS):
-            m = gram(q, product)
-            change = m - m.mT
-            # Only the derivatives: the value is that of the decomposition, exact also where `s` has a zero.
-            change = change - change.detach()
-            omega = v @ ((v.mT @ change @ v) / scale) @ v.mT
-            q = q + q @ (omega + omega @ omega / 2)
-        return q, s.select(-1, -1), s.select(-1, 0)
 
     @override
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:

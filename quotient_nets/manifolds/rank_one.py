@@ -17,7 +17,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from quotient_nets.linalg import gram
+from quotient_nets.linalg import at_least_single, gram
+
+Pair = tuple[Tensor, Tensor]
 
 SMALL = 1e-4  # squared sine, angle or ratio below which a series is used: its next term is below one rounding unit
 
@@ -45,10 +47,21 @@ def sphere_logs(g: Tensor, h: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Ten
     return sphere_log(g, sign * p), sphere_log(h, sign * q)
 
 
-def unit_columns(left: Tensor, right: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def unit_columns(left: Tensor, right: Tensor) -> tuple[Pair, Tensor]:
     """Unit vectors and singular value of the matrix ``left right^T`` of rank one."""
     lengths = [torch.linalg.vector_norm(t, dim=-2, keepdim=True) for t in (left, right)]
     return (left / lengths[0], right / lengths[1]), lengths[0] * lengths[1]
+
+
+def rank_one_coordinates(start: Pair, end: Pair) -> tuple[Pair, Tensor, Tensor, Pair]:
+    """Two matrices of rank one, given by factors, as unit vectors and singular values.
+
+    Returns:
+        The unit vectors of the first, both singular values, and the ways to the unit vectors of the second.
+    """
+    (g, h), s = unit_columns(*map(at_least_single, start))
+    (p, q), t = unit_columns(*map(at_least_single, end))
+    return (g, h), s, t, sphere_logs(g, h, p, q)
 
 
 def sum_of_squares(vectors: Sequence[Tensor]) -> Tensor:
@@ -77,9 +90,13 @@ class Cylinder:
         """Length below which no geodesic from ``s`` ends: infinite."""
         return torch.full_like(s, math.inf)
 
-    def injectivity(self, s: Tensor) -> Tensor:
-        """Length below which geodesics from ``s`` are the only shortest ones, for vectors of two or more entries."""
-        return torch.full_like(s, math.pi / math.sqrt(2))
+    def injectivity(self, s: Tensor, spheres: int) -> Tensor:
+        """Length below which geodesics from ``s`` are the only shortest ones.
+
+        The antipode of a single sphere is at distance pi; on two spheres the common sign of both vectors halves the
+        closed geodesic of length ``2 sqrt(2) pi``.
+        """
+        return torch.full_like(s, [math.inf, math.pi, math.pi / math.sqrt(2)][spheres])
 
     def log(self, s: Tensor, end: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
         """Velocity of ``s``, and the factor of the angle in the velocity of the matrix, from ``s`` to ``end``.
@@ -111,8 +128,8 @@ class Cone:
         """Length below which no geodesic from ``s`` meets the apex."""
         return s / self.speed
 
-    def injectivity(self, s: Tensor) -> Tensor:
-        """As :meth:`Cylinder.injectivity`: up to the apex, if that is not met before a turn by a half."""
+    def injectivity(self, s: Tensor, spheres: int) -> Tensor:
+        """As :meth:`Cylinder.injectivity`: up to the apex, for a turn by half of a closed geodesic is farther."""
         return s / self.speed
 
     def log(self, s: Tensor, end: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:

@@ -190,7 +190,25 @@ def test_the_injectivity_radius_is_sharp() -> None:
     left, s, right = torch.linalg.svd(x, full_matrices=False)
     u = -1.05 * s[-1] * left[:, -1:] @ right[-1:]  # through the rank-deficient matrices
     assert_close(m.injectivity_radius(x), s[-1])
-    assert float(m.dist(x, m.expmap(x, u))) < 0.99 * float(m.norm(x, u))
+    assert float(m.dist(x, m.retr(x, u))) < 0.99 * float(m.norm(x, u))
+
+
+@pytest.mark.parametrize("r", [2, 5])
+def test_geodesic_ends_where_the_rank_drops(r: int) -> None:
+    m, x = PSDFixedRank(5), point(5, r, 3.0, (3,))
+    left, s, right = torch.linalg.svd(x, full_matrices=False)
+    radial = -s[:, -1, None, None] * left[..., -1:] @ right[:, -1:]
+    lengths = torch.tensor([0.99, 1.05, 0.5]).double()[:, None, None]
+    u = lengths * radial
+    y = m.expmap(x, u, check=False)
+    assert y.isnan().all(dim=(-2, -1)).tolist() == [False, True, False]
+    assert_close(y[::2], (x + u)[::2], rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"the rank drops on the way.*batch indices \[\[1\]\]"):
+        m.expmap(x, u)
+    # A component out of the columns of Y keeps the rank; there is none at full rank.
+    away = torch.randn_like(x)
+    away = 1e-3 * (away - left @ (left.mT @ away))
+    assert bool(m.expmap(x, u + away, check=False).isfinite().all()) == (r < 5)
 
 
 def test_distance_is_zero_on_an_orbit_with_a_finite_derivative() -> None:
