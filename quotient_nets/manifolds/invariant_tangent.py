@@ -57,7 +57,7 @@ class InvariantTangentSpace(FactorTangentSpace):
         rhs = t * k - inverse_action(gram(self.g, cg), self.defect_g).mT
         exact = self.defect_g is None
         z = rhs / scale if exact else solve_by_correction(self._vertical_gram, scale, rhs, CORRECTIONS)
-        return stack(cg + times(self.g, z.mT), ch - times(self.h, t * z))
+        return stack(add_product(cg, self.g, z.mT), add_product(ch, self.h, t * z, -1.0))
 
     def _vertical_gram(self, z: Tensor) -> Tensor:
         """Left side of the equation that a vertical part obeys; ``(1 + t^2) z`` where both defects vanish."""
@@ -139,8 +139,8 @@ class InvariantTangentSpace(FactorTangentSpace):
         core = inverse_action(gram(self.g, right).mT, self.defect_g).mT
         s = self.frame.spectrum.unsqueeze(-2)
         share = self.ratio / (s * (1 + self.ratio.square()))  # s_i / (s_i^2 + s_j^2)
-        cg = times(self.g, core * share.mT) + (right - times(self.g, core)) / s
-        ch = times(self.h, (core * share).mT) + (left - times(self.h, core.mT)) / s
+        cg = add_product(right / s, self.g, core * (share.mT - 1 / s))
+        ch = add_product(left / s, self.h, core.mT * (share.mT - 1 / s))
         return self.project(stack(cg, ch))
 
     @override

@@ -17,7 +17,7 @@ from quotient_nets.manifolds.factor_tangent import CORRECTIONS
 def alignment(product: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     r"""Orthogonal polar factor ``q`` of ``product``, with two exact derivatives, and its extreme singular values.
 
-    For :math:`y^\top x` it is the rotation with the least :math:`|y q - x|`; unique where no singular value is zero. NaN
+    For :math:`y^\top x` it is the rotation with the least :math:`|y q - x|`; unique where no singular value is 0. NaN
     where ``product`` is not finite.
     """
     a = product.detach().double()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.linalg import Frame, gram, inverse_action, solve, solve_right, times
+from quotient_nets.linalg import Frame, add_product, gram, inverse_action, solve, solve_right, times
 from quotient_nets.manifolds.factor_tangent import UNKNOWN_PATH, FactorTangentSpace, stack, sym
 from quotient_nets.manifolds.integrate import integrate
 from quotient_nets.manifolds.rank_one import Cone
@@ -45,14 +45,14 @@ class ProductTangentSpace(FactorTangentSpace):
         cg, ch = self.split(c)
         left, right = self.cores(cg, ch)
         half = (right.mT - left) / 2
-        return stack(cg + times(self.g, half), ch - times(self.h, half.mT))
+        return stack(add_product(cg, self.g, half), add_product(ch, self.h, half.mT, -1.0))
 
     @override
     def lift(self, right: Tensor, left: Tensor) -> Tensor:
         right = inverse_action(right, self.defect_h)
         left = inverse_action(left, self.defect_g)
         core = inverse_action(gram(self.g, right).mT, self.defect_g).mT / 2
-        return stack(right - times(self.g, core), left - times(self.h, core.mT))
+        return stack(add_product(right, self.g, core, -1.0), add_product(left, self.h, core.mT, -1.0))
 
     @override
     def gradient(self, e: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class ProductTangentSpace(FactorTangentSpace):
         else:
             raise ValueError(UNKNOWN_PATH.format(path))
         rows = zip((self.g, self.h), (cg, ch), pairs, self.push, strict=True)
-        step_g, step_h = (times(c + times(g, m1) + times(c, m2), push) for g, c, (m1, m2), push in rows)
+        step_g, step_h = (times(add_product(add_product(c, g, m1), c, m2), push) for g, c, (m1, m2), push in rows)
         return step_g, step_h
 
     def _geodesic(self, cg: Tensor, ch: Tensor) -> list[Pair]:
@@ -192,9 +192,12 @@ class FrobeniusTangentSpace(ProductTangentSpace):
 
     @override
     def gradient(self, e: Tensor) -> Tensor:
-        cg, ch = self.split(super().gradient(e))
-        left, right = self.cores(cg, ch)
-        return stack(cg - times(self.g, left) / 2, ch - times(self.h, right) / 2)
+        eg, eh = self.split(e)
+        eg, eh = inverse_action(eg, self.defect_h), inverse_action(eh, self.defect_g)
+        # The horizontal part has the mean of both cores, of which a half is taken away.
+        left, right = self.cores(eg, eh)
+        mean = (left + right.mT) / 4
+        return stack(add_product(eg, self.g, left - mean, -1.0), add_product(eh, self.h, right - mean.mT, -1.0))
 
     @override
     def taylor(self, bg: Tensor, bh: Tensor) -> tuple[Pair, Pair]:

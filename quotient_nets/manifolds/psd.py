@@ -178,16 +178,22 @@ class PSDFixedRank(QuotientManifold):
 
     def _loses_rank(self, x: Tensor, u: Tensor) -> Tensor:
         """Whether :math:`(Y + t u) w = 0` for some ``w`` and ``0 < t <= 1``."""
-        x, u = torch.broadcast_tensors(at_least_single(x.detach()), at_least_single(u.detach()))
-        p = self._principal(x)
-        relative = u.double() @ p.rotation.double() / p.s.double().unsqueeze(-2)
-        basis = p.basis.double()
-        along = gram(basis, relative)
-        finite = along.isfinite().all(dim=(-2, -1), keepdim=True)
-        rates, vectors = torch.linalg.eigh(torch.where(finite, along + along.mT, 0.0) / 2)
+        x, u = torch.broadcast_tensors(x.detach(), u.detach())
+        x, u = at_least_single(x), at_least_single(u)
+        square, along, speed = (gram(*pair).double() for pair in ((x, x), (x, u), (u, u)))
+        finite = (square.isfinite() & along.isfinite()).all(dim=(-2, -1), keepdim=True)
+        eye = torch.eye(x.shape[-1], dtype=square.dtype, device=x.device)
+        root = torch.linalg.cholesky_ex(torch.where(finite, square, eye))[0]
+
+        def relative(a: Tensor) -> Tensor:
+            half = torch.linalg.solve_triangular(root, torch.where(finite, a, 0.0), upper=False)
+            return torch.linalg.solve_triangular(root, half.mT, upper=False)
+
+        rates, vectors = torch.linalg.eigh(relative(along + along.mT).nan_to_num() / 2)
         # Along such a direction Y + t u is (1 + t rate) Y plus what leaves the columns of Y, and both must vanish.
-        rest = torch.linalg.vector_norm((relative - basis @ along) @ vectors, dim=-2)
-        rounding = 100 * self.n * torch.finfo(x.dtype).eps * torch.linalg.matrix_norm(relative).unsqueeze(-1)
+        total = (vectors * (relative(speed) @ vectors)).sum(dim=-2)
+        rest = (total - rates.square()).clamp_min(0.0)
+        rounding = 100 * self.n * torch.finfo(x.dtype).eps * total
         return ((rates <= -1) & (rest <= rounding)).any(dim=-1)
 
     def second_order(self, x: Tensor, u: Tensor) -> Tensor:
