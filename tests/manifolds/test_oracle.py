@@ -13,12 +13,27 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from quotient_nets.manifolds import InvariantFixedRank
+from quotient_nets.manifolds import (
+    EmbeddedFixedRank,
+    FixedRank,
+    FixedRankMatrices,
+    InvariantFixedRank,
+    PolarFixedRank,
+    PreconditionedFixedRank,
+)
 
 DATA = Path(__file__).parents[1] / "data"
-CASES = json.loads((DATA / "manopt_2factors.json").read_text())["cases"]
+FILES: dict[type[FixedRank], str] = {
+    InvariantFixedRank: "manopt_2factors.json",
+    PreconditionedFixedRank: "manopt_2factors_preconditioned.json",
+}
+CASES = [
+    {**case, "metric": metric}
+    for metric, name in FILES.items()
+    for case in json.loads((DATA / name).read_text())["cases"]
+]
 GEODESICS = json.loads((DATA / "exact_geodesics.json").read_text())
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['metric'].__name__}-{case['name']}")
 
 DIGITS = 1e-12  # relative: the references are rounded to float64
 ILL = 1e-10  # condition 1e4: inputs rounded to float64 do not have an exactly horizontal direction
@@ -32,10 +47,11 @@ class Setup:
     """A case as tensors of ours."""
 
     def __init__(self, case: dict[str, Any]):
-        self.manifold = InvariantFixedRank(case["n"], case["m"])
+        self.manifold: FixedRank = case["metric"](case["n"], case["m"])
         self.inputs, self.exact, self.manopt = case["inputs"], case["exact"], case["manopt"]
         self.x = self.stack([self.inputs["G"], self.inputs["H"]])
-        self.z, self.w, self.eta, self.egrad = (self.stack(self.inputs[key]) for key in ("Z", "W", "eta", "egrad"))
+        names = ("Z", "W", "eta", "egrad", "ehess_eta")
+        self.z, self.w, self.eta, self.egrad, self.ehess = (self.stack(self.inputs[key]) for key in names)
 
     def stack(self, pair: list[Any]) -> Tensor:
         m = self.manifold
@@ -112,9 +128,11 @@ def test_second_derivative_along_the_geodesic(case: dict[str, Any], path: str) -
 
 @each_case
 def test_hessian(case: dict[str, Any]) -> None:
-    """Covariant derivative of the gradient, by three directions: the form is symmetric."""
+    """Covariant derivative of the gradient, in closed form and by three directions: the form is symmetric."""
     s = Setup(case)
     rhess = s.stack(s.exact["rhess"])
+    error = s.manifold.ehess2rhess(s.x, s.egrad, s.ehess, s.eta) - rhess
+    assert float(s.manifold.norm(s.x, error)) <= ILL * (1 + float(s.manifold.norm(s.x, rhess)))
     for v in (s.manifold.proju(s.x, torch.randn_like(s.x)) for _ in range(3)):
         mixed = 0.25 * (second_derivative(s, s.eta + v) - second_derivative(s, s.eta - v))
         scale = float(s.manifold.norm(s.x, v) * s.manifold.norm(s.x, rhess)) + 1.0
@@ -129,28 +147,34 @@ def second_derivative(s: Setup, u: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("case", GEODESICS["inv"], ids=lambda case: case["name"])
 def test_geodesic(case: dict[str, Any]) -> None:
-    s = Setup(next(other for other in CASES if other["name"] == case["name"]))
+    s = Setup(next(other for other in CASES if other["name"] == case["name"]))  # the invariant metric comes first
     for t, expected in zip(case["t"], case["X"], strict=True):
         actual = s.manifold.product(s.manifold.expmap(s.x, t * s.eta))
         assert_relative(actual, matrix(expected, s.manifold.n), tolerance(case))
 
 
+KINDS: dict[str, type[FixedRankMatrices]] = {
+    "inv": InvariantFixedRank,
+    "polar": PolarFixedRank,
+    "mix": PreconditionedFixedRank,
+    "embedded": EmbeddedFixedRank,
+}
+
+
 @pytest.mark.parametrize("case", GEODESICS["rank1"])
-def test_geodesic_of_rank_one_joins_two_points_at_their_distance(case: dict[str, Any]) -> None:
-    u1, v1, u2, v2 = (torch.tensor(case[k], dtype=torch.float64) for k in ("u1", "v1", "u2", "v2"))
-    s1, s2 = case["sigma1"], case["sigma2"]
-    m = InvariantFixedRank(len(u1), len(v1))
-    x = torch.cat([u1, v1])[:, None] * s1**0.5
-
-    def turn(p: Tensor, q: Tensor) -> Tensor:
-        across = q - (p @ q) * p
-        return torch.atan2(across.norm(), p @ q) * across / across.norm()
-
-    def logarithm(sign: float) -> Tensor:
-        grow = 0.5 * math.log(s2 / s1)
-        factors = [grow * p + turn(p, sign * q) for p, q in ((u1, u2), (v1, v2))]
-        return torch.cat(factors)[:, None] * s1**0.5
-
-    u = min((logarithm(sign) for sign in (1.0, -1.0)), key=lambda u: m.norm(x, u))
-    assert_relative(m.product(m.expmap(x, u)), s2 * torch.outer(u2, v2), DIGITS)
-    assert m.norm(x, u).item() == pytest.approx(case["dist"]["inv"], rel=DIGITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_distance_and_logarithm_of_rank_one(case: dict[str, Any], kind: str) -> None:
+    u1, v1, u2, v2 = (torch.tensor(case[k], dtype=torch.float64)[:, None] for k in ("u1", "v1", "u2", "v2"))
+    s1, s2 = (torch.tensor([case[k]], dtype=torch.float64) for k in ("sigma1", "sigma2"))
+    m = KINDS[kind](len(u1), len(v1))
+    x, y = m.from_frame(u1, s1, v1), m.from_frame(u2, s2, v2)
+    assert float(m.dist(x, y)) == pytest.approx(case["dist"][kind], rel=DIGITS)
+    if not case["dist"].get(f"{kind}_minimising_geodesic_exists", True):
+        with pytest.raises(ValueError, match="the shortest way between the matrices leads through zero"):
+            m.logmap(x, y)
+        assert bool(m.logmap(x, y, check=False).isnan().all())
+        assert float(m.dist(x, y)) == pytest.approx(float(s1 + s2) / math.sqrt(2), rel=DIGITS)
+        return
+    u = m.logmap(x, y)
+    assert float(m.norm(x, u)) == pytest.approx(case["dist"][kind], rel=DIGITS)
+    assert_relative(m.product(m.expmap(x, u)), m.product(y), DIGITS)

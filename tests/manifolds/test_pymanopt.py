@@ -13,7 +13,8 @@ from pymanopt.manifolds import FixedRankEmbedded
 from torch import Tensor
 from torch.func import jvp
 
-from quotient_nets.manifolds import InvariantFixedRank
+from quotient_nets.manifolds import EmbeddedFixedRank, FixedRank, InvariantFixedRank, PreconditionedFixedRank
+from tests.cases import FIXED_RANK
 
 SHAPES = [(6, 5, 2), (5, 6, 3), (4, 3, 3), (4, 4, 4), (5, 3, 1), (1, 1, 1)]
 # condition number, dtype, tolerance: eps times the condition number of a factor in an unbalanced gauge
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.parametrize(("shape", "precision"), each_setup)
 class Setup(NamedTuple):
     """The same matrix as a point of either library."""
 
-    ours: InvariantFixedRank
+    ours: FixedRank
     theirs: FixedRankEmbedded
     x: Tensor
     point: tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -50,15 +51,22 @@ class Setup(NamedTuple):
         return type(self.theirs.zero_vector(self.point))(*coordinates)
 
     def weights(self) -> list[np.ndarray]:
-        """Squared scales of ``Up``, ``M``, ``Vp``."""
+        """Squared scales of ``Up``, ``M``, ``Vp``: the metric divides by them, the gradient is multiplied."""
         square = self.point[1] ** 2
-        return [square[None, :], square[:, None] + square[None, :], square[None, :]]
+        one = np.ones_like(square)[None, :]
+        return {
+            InvariantFixedRank: [square[None, :], square[:, None] + square[None, :], square[None, :]],
+            PreconditionedFixedRank: [one, 2 * one, one],
+            EmbeddedFixedRank: [one, one, one],
+        }[type(self.ours)]
 
 
-@pytest.fixture
-def setup(shape: tuple[int, int, int], precision: tuple[float, torch.dtype, float]) -> Setup:
+@pytest.fixture(params=FIXED_RANK)
+def setup(
+    request: pytest.FixtureRequest, shape: tuple[int, int, int], precision: tuple[float, torch.dtype, float]
+) -> Setup:
     (n, m, r), (condition, dtype, tolerance) = shape, precision
-    ours = InvariantFixedRank(n, m)
+    ours = request.param(n, m)
     q = [torch.linalg.qr(torch.randn(k, r, dtype=torch.float64))[0] for k in (n, m)]
     root = torch.logspace(0, -0.5, r, base=condition, dtype=torch.float64)
     balanced = ours.pack_point(*(basis * root for basis in q))
