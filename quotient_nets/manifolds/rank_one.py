@@ -169,8 +169,9 @@ class Cone:
         forward = s + left + right
         square = self.speed**2 * (square_g + square_h)
         radius = forward.square() + square
-        # At the apex there is no direction.
-        radius = torch.where((square > 0) | (forward > 0), radius, math.nan)
+        # At the apex there is no direction; a line that passes it by no more than rounding meets it.
+        rounding = 100 * torch.finfo(s.dtype).eps * (left + right)
+        radius = torch.where((square > rounding.square()) | (forward > 0), radius, math.nan)
         rate = _atan_ratio(square, forward)  # of the angle, over the length of the velocity across
         root = (radius / s.square()) ** 0.25  # of the ratio of the radii
         result: list[tuple[Tensor, Tensor]] = []
