@@ -15,7 +15,8 @@ from torch import Tensor
 
 FIRST_STEP = 0.1
 SHRINK, GROW, SAFETY = 0.2, 6.0, 0.9
-MAX_STEPS = 400  # an element that is not at time 1 by then is at a singularity
+LEAST_STEP = 1e-8  # a solution that needs less is about to end
+MAX_STEPS = 100  # an element that is not at time 1 by then is at a singularity
 STAGES = int(DOP853.n_stages)
 A, B, E3, E5 = (getattr(DOP853, name).tolist() for name in ("A", "B", "E3", "E5"))
 
@@ -29,7 +30,7 @@ def integrate(rate: Callable[[Tensor], Tensor], y: Tensor, *, tolerance: float) 
         tolerance: Bound on the error of one step, relative to the larger of 1 and the size of an entry.
 
     Returns:
-        Final values; NaN for an element whose solution ends before time 1 or needs more than 400 steps.
+        Final values; NaN for an element whose solution ends before time 1: its steps fall below 1e-8 or exceed 100.
         Differentiable; steps are chosen by values only.
 
     Cost: 12 evaluations of ``f`` for each step of the element that needs most.
@@ -40,13 +41,12 @@ def integrate(rate: Callable[[Tensor], Tensor], y: Tensor, *, tolerance: float) 
     first, running = rate(y), torch.ones_like(time, dtype=torch.bool)
     for _ in range(MAX_STEPS):
         step = torch.where(running, torch.minimum(step, 1 - time), 0.0)
-        h = step.reshape(column)
         slopes = [first]
         for i in range(1, STAGES):
-            slopes.append(rate(y + h * _combine(slopes, A[i][:i])))
-        ahead = y + h * _combine(slopes, B)
+            slopes.append(rate(y + _combine(slopes, A[i][:i], step)))
+        ahead = y + _combine(slopes, B, step)
         slopes.append(rate(ahead))
-        error = _error(y, ahead, slopes, h, tolerance)
+        error = _error(y, ahead, slopes, step, tolerance)
         accepted = (error <= 1) & running
         time = torch.where(accepted, time + step, time)
         # The last step is exactly what is missing: rounding must not leave a rest of 1e-17.
@@ -55,25 +55,25 @@ def integrate(rate: Callable[[Tensor], Tensor], y: Tensor, *, tolerance: float) 
         y, first = torch.where(choose, ahead, y), torch.where(choose, slopes[-1], first)
         factor = (SAFETY * error.clamp_min(1e-30) ** (-1 / 8)).clamp(SHRINK, GROW).nan_to_num(SHRINK)
         step = torch.where(running, step * factor, step)
-        running = running & ~finished & (step > 1e-13)
+        running = running & ~finished & (step > LEAST_STEP)
         if not bool(running.any()):
             break
     return torch.where((time >= 1 - 1e-15).reshape(column), y, math.nan)
 
 
-def _combine(slopes: list[Tensor], weights: list[float]) -> Tensor:
-    terms = [(slope, weight) for slope, weight in zip(slopes, weights, strict=True) if weight]
-    total = terms[0][0] * terms[0][1]
-    for slope, weight in terms[1:]:
-        total = torch.add(total, slope, alpha=weight)
-    return total
+def _combine(slopes: list[Tensor], weights: list[float], step: Tensor) -> Tensor:
+    """``step`` times the weighted sum of the slopes."""
+    chosen = [slope for slope, weight in zip(slopes, weights, strict=True) if weight]
+    factors = torch.tensor([weight for weight in weights if weight], dtype=step.dtype, device=step.device)
+    # One contraction: forwards, a product with a constant costs as much as ten without (torch 2.13).
+    return torch.einsum("kb...,kb->b...", torch.stack(chosen), factors.unsqueeze(-1) * step)
 
 
-def _error(y: Tensor, ahead: Tensor, slopes: list[Tensor], h: Tensor, tolerance: float) -> Tensor:
+def _error(y: Tensor, ahead: Tensor, slopes: list[Tensor], step: Tensor, tolerance: float) -> Tensor:
     """Estimated error of a step in units of what is allowed, for each element; infinite where there is none."""
     # Detached, not under `no_grad`, which leaves forward derivatives in place.
     y, ahead, *slopes = (t.detach() for t in (y, ahead, *slopes))
     scale = tolerance * torch.maximum(y.abs(), ahead.abs()).clamp_min(1.0)
-    fifth, third = (((h * _combine(slopes, e)) / scale).flatten(1).square().mean(-1) for e in (E5, E3))
+    fifth, third = ((_combine(slopes, e, step) / scale).flatten(1).square().mean(-1) for e in (E5, E3))
     size = fifth + 0.01 * third
     return torch.where(size > 0, fifth / torch.where(size > 0, size, 1.0).sqrt(), size).nan_to_num(math.inf)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 DENSE = 4096  # unknowns up to which the Jacobian is formed; beyond, conjugate gradients
-FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-2, 1e-14, 1e6
+FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-2, 1e-14, 1e3  # at the last an element is given up
 CG_ITERATIONS, CG_TOLERANCE = 60, 1e-3
 
 Residual = Callable[[Tensor], Tensor]
@@ -61,7 +61,7 @@ def levenberg_marquardt(
     norm = torch.linalg.vector_norm(f, dim=-1)
     damping = torch.full_like(norm, FIRST_DAMPING)
     for _ in range(iterations):
-        if bool((norm <= tolerance).all()):
+        if bool(((norm <= tolerance) | (damping >= MOST_DAMPING)).all()):
             break
         # In proportion to the residual, damping spoils no quadratic convergence.
         ahead = z + step(residual, z, f, damping * norm.clamp_max(1.0))

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 STARTS = 8  # short paths
 ITERATIONS = 40  # of the search for a velocity
+ENOUGH = 1e-12  # projected error of the end point at which the search stops
 TOLERANCE = 1e-9  # of the end point, relative to the target, in the Frobenius norm
-SIMILAR = 0.05  # relative difference of lengths of short paths, and of a geodesic and its short path
+SIMILAR = 0.1  # relative difference of lengths of short paths, and of a geodesic and its short path
 TRIES = 3  # of the shortest paths
 SURE = 0.25  # share of the reach at rank one below which the first geodesic found is taken for the shortest
 BUDGET = 2**25  # entries of all Jacobians of a batch that is solved at once
@@ -91,7 +92,7 @@ class Core:
 
     def shoot(self, c: Tensor) -> _Found:
         """Velocity that reaches the target, from a first guess."""
-        z, _ = levenberg_marquardt(self.residual, c.flatten(-2), iterations=ITERATIONS, tolerance=1e-14)
+        z, _ = levenberg_marquardt(self.residual, c.flatten(-2), iterations=ITERATIONS, tolerance=ENOUGH)
         c = self.source.project(z.unflatten(-1, c.shape[-2:]))
         end = self.manifold.product(self.source.move(c, "expmap"))
         size = torch.linalg.matrix_norm(self.points.t)

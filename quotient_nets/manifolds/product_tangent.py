@@ -219,9 +219,10 @@ class FrobeniusTangentSpace(ProductTangentSpace):
         rate_g, rate_h = solve(sg, along_g), solve(sh, along_h)
         own, other = gg - gram(along_g, rate_g), hh - gram(along_h, rate_h)
         # A vertical part, which keeps the velocity horizontal; the rest of the equation takes that for granted.
-        turn = solve_right(other, sh) - solve(sg, own)
-        step_g = (left.z @ rate_g - 2 * left.w) @ rate_g + left.z @ turn / 2
-        step_h = (right.z @ rate_h - 2 * right.w) @ rate_h - right.z @ turn.mT / 2
+        turn = (solve_right(other, sh) - solve(sg, own)) / 2
+        # Sums in place of `2 *`, for the reason given in `integrate`.
+        step_g = (left.z @ rate_g - left.w - left.w) @ rate_g + left.z @ turn
+        step_h = (right.z @ rate_h - right.w - right.w) @ rate_h - right.z @ turn.mT
         return step_g, step_h
 
     @override
