@@ -116,6 +116,12 @@ def draw(
         points = (manifold.random(*batch, *shape, dtype=dtype).as_subclass(Tensor).clone() for _ in "xy")
         arguments |= dict(zip("xy", points, strict=True))
         arguments |= {role: 0.5 * arguments[role] for role in "uv"}
+    if isinstance(manifold, PreconditionedFixedRank | EmbeddedFixedRank):
+        # Geodesics of these metrics may leave the manifold.
+        x = arguments["x"]
+        u = manifold.proju(x, arguments["u"])
+        reach = manifold.exponential_radius(x)[..., None, None] / manifold.norm(x, u, keepdim=True)
+        arguments["u"] = (0.5 * reach).clamp_max(1.0) * u
     if isinstance(manifold, FixedRank) and shape[-1] == 1:
         arguments["y"] = arguments["x"] + 0.3 * arguments["y"]  # not every pair is joined by a shortest geodesic
     return arguments
