@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, cast
@@ -100,8 +101,10 @@ class AdaptedManifold(Manifold):
 
     @override
     def retraction(self, point: np.ndarray, tangent_vector: np.ndarray) -> np.ndarray:
-        """The path that :func:`as_pymanopt` was told to take."""
-        return to_array(self._ask(self._retraction, point, tangent_vector))
+        """The path that :func:`as_pymanopt` was told to take; NaN where it leaves the manifold."""
+        # A line search tries steps that are too long; their cost is then infinite, which is no reason to stop it.
+        options = {"check": False} if _has_check(self.manifold, self._retraction) else {}
+        return to_array(self._ask(self._retraction, point, tangent_vector, **options))
 
     @override
     def exp(self, point: np.ndarray, tangent_vector: np.ndarray) -> np.ndarray:
@@ -153,6 +156,10 @@ class AdaptedManifold(Manifold):
         except NotImplementedError as error:
             reason = str(error) or "geoopt's default was not overridden."
             raise NotImplementedError(f"{type(self.manifold).__name__} has no `{method}` here: {reason}") from error
+
+
+def _has_check(manifold: geoopt.Manifold, path: str) -> bool:
+    return "check" in inspect.signature(getattr(manifold, path)).parameters
 
 
 def as_pymanopt(manifold: geoopt.Manifold, *size: Any, retraction: str = "retr") -> AdaptedManifold:

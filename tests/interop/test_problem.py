@@ -12,8 +12,9 @@ from pymanopt.manifolds import Product
 from pymanopt.optimizers import ConjugateGradient, SteepestDescent, TrustRegions
 from torch import Tensor
 
-from quotient_nets import InvariantFixedRank, PSDFixedRank
-from quotient_nets.interop import as_pymanopt, from_svd_triple, pymanopt_problem
+from quotient_nets import EmbeddedFixedRank, InvariantFixedRank, PolarFixedRank, PreconditionedFixedRank, PSDFixedRank
+from quotient_nets.interop import as_pymanopt, pymanopt_problem
+from quotient_nets.manifolds import FixedRankMatrices
 
 each_shape = pytest.mark.parametrize("shape", [(6, 5, 2), (3, 5, 3), (4, 4, 1)], ids=str)
 
@@ -55,17 +56,17 @@ def test_low_rank_semidefinite_approximation(optimizer: type) -> None:
     assert abs(result.cost - float(eigenvalues[:-2].square().sum()) / 2) <= 1e-12 * float(eigenvalues.square().sum())
 
 
-def test_matrix_completion_has_the_optimum_of_riemannian_adam() -> None:
+@pytest.mark.parametrize("metric", [InvariantFixedRank, PreconditionedFixedRank, EmbeddedFixedRank, PolarFixedRank])
+def test_matrix_completion_has_the_optimum_of_riemannian_adam(metric: type[FixedRankMatrices]) -> None:
     torch.manual_seed(2)
-    manifold, seen = InvariantFixedRank(7, 6), torch.rand(7, 6) < 0.85
+    manifold, seen = metric(7, 6), torch.rand(7, 6) < 0.85
     target = random_matrix(7, 2) @ random_matrix(2, 6) + 0.05 * random_matrix(7, 6)
 
     def cost(x: Tensor) -> Tensor:
         return (manifold.product(x) - target)[seen].square().sum()
 
-    u, s, vt = np.linalg.svd((target * seen).numpy())
-    start = from_svd_triple(manifold, (u[:, :2], s[:2], vt[:2]))
-    result = solve(TrustRegions, pymanopt_problem(cost, as_pymanopt(manifold, 13, 2)), initial_point=start)
+    start = manifold.best_rank_r(target * seen, 2).numpy()
+    result = solve(TrustRegions, pymanopt_problem(cost, as_pymanopt(manifold, *start.shape)), initial_point=start)
     x = geoopt.ManifoldParameter(torch.tensor(start), manifold=manifold)
     adam = geoopt.optim.RiemannianAdam([x], lr=0.1)
     decay = torch.optim.lr_scheduler.ExponentialLR(adam, 0.985)
