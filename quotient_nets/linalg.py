@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
+CORRECTIONS = 2  # derivatives of a solution with respect to the point that are exact
 CHUNK = 16  # factors cast to float64 at a time: casting a whole stack costs more than the algebra
 
 
@@ -54,13 +57,19 @@ def at_least_single(x: Tensor) -> Tensor:
 
 def column_signs(q: Tensor) -> Tensor:
     """Signs ``(..., 1, r)`` that make the products of the columns with one fixed generic vector positive."""
-    probe = torch.arange(1, q.shape[-2] + 1, dtype=torch.float64, device=q.device) * 0.6180339887
-    probe = (torch.frac(probe) - 0.5).to(q.dtype)
-    return torch.where(gram(probe.unsqueeze(-1), q) < 0, -1.0, 1.0).to(q.dtype)
+    return torch.where(gram(generic_vector(q.shape[-2], q), q) < 0, -1.0, 1.0).to(q.dtype)
 
 
-def random_orthogonal(*shape: int, **options: Any) -> Tensor:
-    """Uniform orthogonal matrices of either determinant; options as for ``torch.randn``."""
+def generic_vector(rows: int, like: Tensor) -> Tensor:
+    """One fixed vector ``(rows, 1)`` that is special for no input, in the dtype and on the device of ``like``."""
+    multiples = torch.arange(1, rows + 1, dtype=torch.float64, device=like.device) * 0.6180339887
+    return (torch.frac(multiples) - 0.5).to(like.dtype).unsqueeze(-1)
+
+
+def random_orthogonal(*shape: int, generator: torch.Generator | None = None, **options: Any) -> Tensor:
+    """Uniform orthogonal matrices of either determinant, on the device of the generator; options as ``torch.randn``."""
+    if generator is not None:
+        options = {"device": generator.device, "generator": generator} | options
     q, r = torch.linalg.qr(torch.randn(*shape, **options))
     # The sign of R's diagonal makes Q uniform on O(r); LAPACK's own choice fixes the determinant.
     return q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
@@ -215,6 +224,14 @@ def matrix_exp(a: Tensor) -> Tensor:
     return torch.matrix_exp(a)
 
 
+def is_differentiated(*tensors: Tensor) -> bool:
+    """Whether derivatives with respect to one of the tensors may be asked for, backwards or forwards."""
+    # What a transform of torch.func differentiates cannot be seen from the tensor: a batch hides it.
+    return peek_interpreter_stack() is not None or any(
+        (t.requires_grad and torch.is_grad_enabled()) or forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    )
+
+
 def inverse_action(y: Tensor, defect: Tensor | None) -> Tensor:
     r""":math:`y S^{-1}` for :math:`S = I - \text{defect}`, with the defect zero up to rounding.
 
@@ -225,6 +242,11 @@ def inverse_action(y: Tensor, defect: Tensor | None) -> Tensor:
         return y
     once = times(y, defect)
     return y + once + times(once, defect)
+
+
+def gram_action(y: Tensor, defect: Tensor | None) -> Tensor:
+    r""":math:`y S` for :math:`S = I - \text{defect}`, the inverse of :func:`inverse_action`."""
+    return y if defect is None else y - times(y, defect)
 
 
 def solve_by_correction(operator: Callable[[Tensor], Tensor], scale: Tensor, rhs: Tensor, corrections: int) -> Tensor:

@@ -21,6 +21,8 @@ from torch import Tensor
 
 SPEED_TOLERANCE = 1e-3  # of the measured velocity of a path at 0, relative to the tangent vector
 
+UNKNOWN_PATH = "expected a path 'retr', 'second_order' or 'expmap', got {!r}"
+
 Checked = tuple[bool, str | None]
 """Whether something holds, and why not. What geoopt's checks return; they declare a bool."""
 

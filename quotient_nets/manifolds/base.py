@@ -11,8 +11,8 @@ default only with a closed form. Imports: geoopt, torch, :mod:`quotient_nets.tan
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import geoopt
 import torch
@@ -147,10 +147,10 @@ class QuotientManifold(geoopt.Manifold):
 
     @override
     def random(self, *size: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
-        """Representative with independent standard normal entries, as a ``geoopt.ManifoldTensor``."""
+        """Random representative as a ``geoopt.ManifoldTensor``; by default with independent standard normal entries."""
         shape = size2shape(*size)
         self._assert_check_shape(shape, "x")
-        return manifold_tensor(torch.randn(*shape, dtype=dtype, device=device), self)
+        return manifold_tensor(self._draw(shape, dtype=dtype, device=device), self)
 
     @override
     def origin(
@@ -164,8 +164,11 @@ class QuotientManifold(geoopt.Manifold):
         shape = size2shape(*size)
         self._assert_check_shape(shape, "x")
         generator = torch.Generator().manual_seed(42 if seed is None else seed)
-        x = torch.randn(*shape, dtype=dtype, generator=generator).to(device)
-        return manifold_tensor(x, self)
+        return manifold_tensor(self._draw(shape, dtype=dtype, generator=generator).to(device), self)
+
+    def _draw(self, shape: tuple[int, ...], **options: Any) -> Tensor:
+        """Random representative of this shape; options as for ``torch.randn``."""
+        return torch.randn(*shape, **options)
 
     @override
     def _check_vector_on_tangent(
@@ -178,6 +181,26 @@ class QuotientManifold(geoopt.Manifold):
             f"expected horizontal vectors, orthogonal to the orbit of `x`; the vertical part of `u` has norm up to "
             f"{float(residual.nan_to_num(torch.inf).max()):.3g}, atol={atol}, rtol={rtol}. Project with `proju(x, u)`."
         )
+
+    def _refuse_nan(self, result: Tensor, points: Sequence[Tensor], vectors: Sequence[Tensor], expected: str) -> None:
+        """Raise where a result is NaN although what it was computed from is finite.
+
+        Raises:
+            ValueError: One of the points is none, with the reason; otherwise ``expected``, with the indices of the
+                elements that are NaN.
+        """
+        lost = torch.logical_not(result.detach().isfinite().all(dim=(-2, -1)))
+        for t in (*points, *vectors):
+            lost = lost & t.isfinite().all(dim=(-2, -1))
+        if not bool(lost.any()):
+            return
+        for x in points:
+            x = x.detach().expand(*lost.shape, *x.shape[-2:])[lost]
+            ok, reason = cast("Checked", self._check_point_on_manifold(x))
+            if not ok:
+                raise ValueError(f"{self.name}: {reason}")
+        where = f" (batch indices {lost.nonzero().tolist()})" if lost.dim() else ""
+        raise ValueError(f"{expected}{where}. `check=False` gives NaN instead.")
 
     def _numbers(self) -> tuple[Any, ...]:
         """The numbers that define the manifold, beside its class."""
@@ -209,17 +232,3 @@ def full_rank(deficient: Tensor, x: Tensor, factors: str, product: str) -> Check
         f"expected {factors} of full rank r={x.shape[-1]}; {product} is numerically rank deficient{where}. "
         "Use a smaller r."
     )
-
-
-def refuse_nan(result: Tensor, inputs: Iterable[Tensor], expected: str) -> None:
-    """Raise where a result is NaN although what it was computed from is finite.
-
-    Raises:
-        ValueError: ``expected``, with the indices of the elements that are NaN.
-    """
-    lost = ~result.detach().isfinite().all(dim=(-2, -1))
-    for t in inputs:
-        lost = lost & t.isfinite().all(dim=(-2, -1))
-    if bool(lost.any()):
-        where = f" (batch indices {lost.nonzero().tolist()})" if lost.dim() else ""
-        raise ValueError(f"{expected}{where}. `check=False` gives NaN instead.")

@@ -73,8 +73,8 @@ class ComplexRankOne(QuotientManifold):
     def _numbers(self) -> tuple[Any, ...]:
         return self.n, self.m
 
-    def dimension(self) -> int:
-        """Real dimension of the manifold, ``2 (n + m - 1)``."""
+    def dimension(self, r: int = 2) -> int:
+        """Real dimension of the manifold, ``2 (n + m - 1)``; ``r``, the last axis of a point, is always 2."""
         return 2 * (self.n + self.m - 1)
 
     def pack_point(self, g: Tensor, h: Tensor) -> Tensor:

@@ -3,13 +3,15 @@
 A vector is ``(..., n, 2)``, a number ``(..., 1, 2)``. Every function is differentiable, broadcasts, and works in half
 precision, which torch's complex types do not.
 
-Imports: torch.
+Imports: torch, :mod:`quotient_nets.linalg`.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from quotient_nets.linalg import generic_vector
 
 
 def turn(x: Tensor) -> Tensor:
@@ -39,9 +41,7 @@ def outer(x: Tensor, y: Tensor) -> Tensor:
 
 def reference_phase(g: Tensor) -> Tensor:
     """Number ``z`` of modulus 1 for which the product of ``g / z`` with one fixed generic real vector is positive."""
-    probe = torch.arange(1, g.shape[-2] + 1, dtype=torch.float64, device=g.device) * 0.6180339887
-    probe = (torch.frac(probe) - 0.5).to(g.dtype)
-    z = (probe.unsqueeze(-1) * g).sum(-2, keepdim=True)
+    z = (generic_vector(g.shape[-2], g) * g).sum(-2, keepdim=True)
     modulus = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
     one = torch.ones_like(modulus)
     z = torch.where(modulus == 0, torch.cat([one, 0 * one], dim=-1), z)

@@ -17,10 +17,8 @@ from typing_extensions import override
 from quotient_nets.linalg import at_least_single
 from quotient_nets.manifolds.complex_rows import conjugate, dot, real_dot, reference_phase, times
 from quotient_nets.manifolds.phase import aligned_log
-from quotient_nets.tangent_space import TangentSpace
-
-UNKNOWN_PATH = "expected a path 'retr', 'second_order' or 'expmap', got {!r}"
-SMALL = 1e-2  # squared angle below which cosine and sine are series
+from quotient_nets.manifolds.rank_one import cos_and_sinc
+from quotient_nets.tangent_space import UNKNOWN_PATH, TangentSpace
 
 
 class ComplexTangentSpace(TangentSpace):
@@ -135,14 +133,8 @@ def length(x: Tensor) -> Tensor:
 def _geodesic(g: Tensor, c: Tensor) -> Tensor:
     """The length grows exponentially, the direction moves on a great circle."""
     growth, across = _polar(g, c)
-    square = real_dot(across, across)
-    small = square < SMALL
-    angle = torch.where(small, 1.0, square).sqrt()
-    # Series: the root has no derivative at zero.
-    cosine = 1 - square / 2 * (1 - square / 12 * (1 - square / 30 * (1 - square / 56 * (1 - square / 90))))
-    sine = 1 - square / 6 * (1 - square / 20 * (1 - square / 42 * (1 - square / 72 * (1 - square / 110))))
-    cosine, sine = torch.where(small, cosine, angle.cos()), torch.where(small, sine, angle.sin() / angle)
-    return growth.exp() * (g * cosine + across * sine)
+    cosine, sinc = cos_and_sinc(real_dot(across, across))
+    return growth.exp() * (g * cosine + across * sinc)
 
 
 def _taylor(g: Tensor, c: Tensor) -> Tensor:

@@ -20,9 +20,6 @@ from typing_extensions import override
 from quotient_nets.linalg import Frame, gram, inverse_action, times, times_transposed
 from quotient_nets.tangent_space import TangentSpace
 
-UNKNOWN_PATH = "expected a path 'retr', 'second_order' or 'expmap', got {!r}"
-CORRECTIONS = 2  # derivatives of a solution with respect to the point that are exact
-
 Terms = Sequence[tuple[Tensor, Tensor]]
 r"""Pairs ``(a, b)`` of factors ``(..., n, k)`` and ``(..., m, k)`` that stand for the matrix :math:`\sum a b^\top`."""
 

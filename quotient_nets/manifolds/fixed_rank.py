@@ -10,7 +10,6 @@ Imports: geoopt, torch, :mod:`quotient_nets.linalg`. Knows nothing of networks.
 
 from __future__ import annotations
 
-import math
 from typing import Any, cast
 
 import torch
@@ -23,6 +22,7 @@ from quotient_nets.linalg import (
     balanced_frame,
     frame,
     gram,
+    is_differentiated,
     random_orthogonal,
     solve,
     solve_right,
@@ -32,7 +32,7 @@ from quotient_nets.manifolds.invariant_tangent import InvariantTangentSpace
 from quotient_nets.manifolds.matrices import FixedRankMatrices
 from quotient_nets.manifolds.paths import embedded_chords, invariant_chords, preconditioned_chords
 from quotient_nets.manifolds.product_tangent import FrobeniusTangentSpace, PreconditionedTangentSpace
-from quotient_nets.manifolds.rank_one import Cone, Cylinder
+from quotient_nets.manifolds.rank_one import Cylinder
 from quotient_nets.tangent_space import Checked
 
 
@@ -56,7 +56,7 @@ class FixedRank(FixedRankMatrices):
 
     @override
     def _at(self, x: Tensor) -> FactorTangentSpace:
-        return self.tangent_space(x, self.n, self.frame(x), differentiable=True)
+        return self.tangent_space(x, self.n, self.frame(x), differentiable=is_differentiated(x))
 
     def pack_point(self, g: Tensor, h: Tensor) -> Tensor:
         """Point from its factors: ``(..., n, r)`` and ``(..., m, r)`` -> ``(..., n + m, r)``.
@@ -170,7 +170,7 @@ class FixedRank(FixedRankMatrices):
         if not condition >= 1:
             raise ValueError(f"expected a condition number of at least 1, got {condition!r}")
         where: dict[str, Any] = {"dtype": dtype, "device": None if generator is None else generator.device}
-        left, right = (random_orthogonal(*size, size[-1], generator=generator, **where) for _ in range(2))
+        left, right = (random_orthogonal(*size, size[-1], generator=generator, dtype=dtype) for _ in range(2))
         exponents = torch.linspace(-0.5, 0.5, size[-1], **where) if size[-1] > 1 else torch.zeros(1, **where)
         return (left * condition**exponents) @ right
 
@@ -197,8 +197,8 @@ class InvariantFixedRank(FixedRank):
       :math:`G + u_G + \tfrac12 (u_G S^{-1} (u_G^\top G + G^\top u_G) - G S^{-1} u_G^\top u_G)`, :math:`S = G^\top G`.
 
     Every method builds the frame of ``x``, which takes more than half of the time (``tests/benchmarks``). Loops that
-    stay at one point take :meth:`at`. All methods but the logarithm above rank one are differentiable twice in all
-    arguments, also at repeated singular values, and give NaN for a rank-deficient element only.
+    stay at one point take :meth:`at`. All methods are differentiable twice in all arguments, also at repeated singular
+    values, and give NaN for a rank-deficient element only.
 
     Source: Mishra, Meyer, Bonnabel and Sepulchre (2014); da Silva et al. (arXiv 2505.05409).
     """
@@ -225,13 +225,13 @@ class PreconditionedFixedRank(FixedRank):
       step, not faster than 12 evaluations with ``r x r`` matrices for each step.
     - At rank one no shortest geodesic joins two points at an angle of :math:`\pi / \sqrt 2` or more.
 
-    Differentiable twice in all arguments, ``logmap`` above rank one excepted.
+    Differentiable twice in all arguments.
 
     Source: Mishra, Apuroop and Sepulchre (arXiv 1211.1550); Tong, Ma and Chi (2021) for the gradient.
     """
 
     tangent_space = PreconditionedTangentSpace
-    rank_one = Cone(math.sqrt(2))
+    rank_one = PreconditionedTangentSpace.cone
     chords = staticmethod(preconditioned_chords)
 
     @override
@@ -255,13 +255,13 @@ class EmbeddedFixedRank(FixedRank):
       full rank, ``r = min(n, m)``, it is the straight line of matrices.
     - :meth:`orthographic` and :meth:`second_order` are retractions of second order.
 
-    Differentiable twice in all arguments, ``logmap`` above rank one excepted.
+    Differentiable twice in all arguments.
 
     Source: Vandereycken (2013); Absil and Malick (2012).
     """
 
     tangent_space = FrobeniusTangentSpace
-    rank_one = Cone(1.0)
+    rank_one = FrobeniusTangentSpace.cone
     chords = staticmethod(embedded_chords)
 
     @override

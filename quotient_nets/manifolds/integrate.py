@@ -1,15 +1,18 @@
 r"""Batches of ordinary differential equations, each element with steps of its own.
 
 The method of order 8 of Dormand and Prince with the coefficients and the error estimate of SciPy's ``DOP853``.
-Imports: torch, scipy. Knows no manifold.
+Imports: numpy, scipy, torch. Knows no manifold.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from scipy.integrate import DOP853
 from torch import Tensor
 
@@ -18,7 +21,6 @@ SHRINK, GROW, SAFETY = 0.2, 6.0, 0.9
 LEAST_STEP = 1e-8  # a solution that needs less is about to end
 MAX_STEPS = 100  # an element that is not at time 1 by then is at a singularity
 STAGES = int(DOP853.n_stages)
-A, B, E3, E5 = (getattr(DOP853, name).tolist() for name in ("A", "B", "E3", "E5"))
 
 
 def integrate(rate: Callable[[Tensor], Tensor], y: Tensor, *, tolerance: float) -> Tensor:
@@ -38,15 +40,17 @@ def integrate(rate: Callable[[Tensor], Tensor], y: Tensor, *, tolerance: float) 
     column = (-1,) + (1,) * (y.dim() - 1)
     time = y.new_zeros(len(y))
     step = torch.full_like(time, FIRST_STEP)
+    stages = [_Weights.of(row, y) for row in DOP853.A[1:STAGES]]
+    last, *errors = (_Weights.of(row, y) for row in (DOP853.B, DOP853.E5, DOP853.E3))
     first, running = rate(y), torch.ones_like(time, dtype=torch.bool)
     for _ in range(MAX_STEPS):
         step = torch.where(running, torch.minimum(step, 1 - time), 0.0)
         slopes = [first]
-        for i in range(1, STAGES):
-            slopes.append(rate(y + _combine(slopes, A[i][:i], step)))
-        ahead = y + _combine(slopes, B, step)
+        for weights in stages:
+            slopes.append(rate(y + weights.combine(slopes, step)))
+        ahead = y + last.combine(slopes, step)
         slopes.append(rate(ahead))
-        error = _error(y, ahead, slopes, step, tolerance)
+        error = _error(y, ahead, slopes, errors, step, tolerance)
         accepted = (error <= 1) & running
         time = torch.where(accepted, time + step, time)
         # The last step is exactly what is missing: rounding must not leave a rest of 1e-17.
@@ -61,19 +65,31 @@ def integrate(rate: Callable[[Tensor], Tensor], y: Tensor, *, tolerance: float) 
     return torch.where((time >= 1 - 1e-15).reshape(column), y, math.nan)
 
 
-def _combine(slopes: list[Tensor], weights: list[float], step: Tensor) -> Tensor:
-    """``step`` times the weighted sum of the slopes."""
-    chosen = [slope for slope, weight in zip(slopes, weights, strict=True) if weight]
-    factors = torch.tensor([weight for weight in weights if weight], dtype=step.dtype, device=step.device)
-    # One contraction: forwards, a product with a constant costs as much as ten without (torch 2.13).
-    return torch.einsum("kb...,kb->b...", torch.stack(chosen), factors.unsqueeze(-1) * step)
+class _Weights(NamedTuple):
+    """A row of the tableau without its zeros; on the device once, not once for each stage."""
+
+    stages: list[int]
+    values: Tensor
+
+    @classmethod
+    def of(cls, row: ArrayLike, like: Tensor) -> _Weights:
+        weights = {i: float(weight) for i, weight in enumerate(np.asarray(row)) if weight}
+        return cls(list(weights), torch.tensor(list(weights.values()), dtype=like.dtype).to(like.device).unsqueeze(-1))
+
+    def combine(self, slopes: list[Tensor], step: Tensor) -> Tensor:
+        """``step`` times the weighted sum of the slopes."""
+        # One contraction: under forward derivatives a product with a python number takes five times one without
+        # (torch 2.13).
+        return torch.einsum("kb...,kb->b...", torch.stack([slopes[i] for i in self.stages]), self.values * step)
 
 
-def _error(y: Tensor, ahead: Tensor, slopes: list[Tensor], step: Tensor, tolerance: float) -> Tensor:
+def _error(
+    y: Tensor, ahead: Tensor, slopes: list[Tensor], weights: Sequence[_Weights], step: Tensor, tolerance: float
+) -> Tensor:
     """Estimated error of a step in units of what is allowed, for each element; infinite where there is none."""
     # Detached, not under `no_grad`, which leaves forward derivatives in place.
     y, ahead, *slopes = (t.detach() for t in (y, ahead, *slopes))
     scale = tolerance * torch.maximum(y.abs(), ahead.abs()).clamp_min(1.0)
-    fifth, third = ((_combine(slopes, e, step) / scale).flatten(1).square().mean(-1) for e in (E5, E3))
+    fifth, third = ((e.combine(slopes, step) / scale).flatten(1).square().mean(-1) for e in weights)
     size = fifth + 0.01 * third
     return torch.where(size > 0, fifth / torch.where(size > 0, size, 1.0).sqrt(), size).nan_to_num(math.inf)

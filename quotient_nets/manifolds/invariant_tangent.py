@@ -17,17 +17,19 @@ from torch import Tensor
 from typing_extensions import override
 
 from quotient_nets.linalg import (
+    CORRECTIONS,
     Frame,
     add_product,
     gram,
+    gram_action,
     inverse_action,
     solve_by_correction,
     times,
     times_transposed,
 )
 from quotient_nets.manifolds.exponential import Pullback, velocity_exponential, velocity_exponential_vjp
-from quotient_nets.manifolds.factor_tangent import CORRECTIONS, UNKNOWN_PATH, FactorTangentSpace, stack, sym
-from quotient_nets.tangent_space import PathGradient, written
+from quotient_nets.manifolds.factor_tangent import FactorTangentSpace, stack, sym
+from quotient_nets.tangent_space import UNKNOWN_PATH, PathGradient, written
 
 
 class InvariantTangentSpace(FactorTangentSpace):
@@ -61,18 +63,16 @@ class InvariantTangentSpace(FactorTangentSpace):
 
     def _vertical_gram(self, z: Tensor) -> Tensor:
         """Left side of the equation that a vertical part obeys; ``(1 + t^2) z`` where both defects vanish."""
-        assert self.defect_g is not None
-        assert self.defect_h is not None
-        left = inverse_action((z - times(z, self.defect_g)).mT, self.defect_g).mT
+        left = inverse_action(gram_action(z, self.defect_g).mT, self.defect_g).mT
         tz = self.ratio * z
-        right = inverse_action(tz - times(self.defect_h, tz), self.defect_h)
+        right = inverse_action(gram_action(tz.mT, self.defect_h).mT, self.defect_h)
         return left + self.ratio * right
 
     @override
     def gradient(self, e: Tensor) -> Tensor:
-        if self.defect_g is not None and self.defect_h is not None:
+        if self.defect_g is not None:
             eg, eh = self.split(e)
-            e = stack(eg - times(eg, self.defect_g), eh - times(eh, self.defect_h))
+            e = stack(gram_action(eg, self.defect_g), gram_action(eh, self.defect_h))
         return self.project(e)
 
     @override

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from quotient_nets.linalg import gram
+from quotient_nets.linalg import generic_vector, gram
 from quotient_nets.manifolds.factor_tangent import MatrixTangentSpace
 from quotient_nets.manifolds.least_squares import DENSE, levenberg_marquardt
-from quotient_nets.manifolds.paths import alignment, short_path, unknowns
+from quotient_nets.manifolds.paths import short_path, unknowns
+from quotient_nets.manifolds.procrustes import alignment
 
 if TYPE_CHECKING:
     from quotient_nets.manifolds.matrices import FixedRankMatrices
@@ -80,15 +81,11 @@ class Core:
         self.source, self.target = (self.manifold.at(point, balanced=True) for point in (x, y))
         self.left, self.right = self.manifold.point_factors(y)
 
-    def end_error(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors ``Z h`` and ``Z^T g`` at the target, for the error ``Z`` of the end point of the geodesic ``c``."""
-        end = self.source.move(self.source.project(c), "expmap")
-        return self.target.products([self.manifold.point_factors(end), (-self.left, self.right)])
-
     def residual(self, z: Tensor) -> Tensor:
-        """The projected error in coordinates at the target: zero only if the geodesic ends there."""
+        """The projected error of the end point, in coordinates at the target: zero only if the geodesic ends there."""
         c = z.unflatten(-1, self.source.x.shape[-2:])
-        return self.target.lift(*self.end_error(c)).flatten(-2)
+        end = self.manifold.point_factors(self.source.move(self.source.project(c), "expmap"))
+        return self.target.lift(*self.target.products([end, (-self.left, self.right)])).flatten(-2)
 
     def shoot(self, c: Tensor) -> _Found:
         """Velocity that reaches the target, from a first guess."""
@@ -107,7 +104,7 @@ class Core:
     def short_start(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         """First guess: the start of a short path, and the length of the path."""
         g, s, h, p, t, q = self.points
-        turn = alignment((g, h), (p, q), noise)
+        turn = alignment(gram(p, g) + gram(q, h) + noise)[0]
         (dg, dh), length = short_path(self.manifold.chords, (g, s, h), (p, t, q), turn)
         root = s.sqrt()
         c = self.source.lift(*self.source.products([(dg, h * root), (g * root, dh)]))
@@ -119,6 +116,12 @@ class _Found(NamedTuple):
     c: Tensor
     length: Tensor
     error: Tensor
+
+    def select(self, index: Tensor) -> _Found:
+        return _Found(*(part.index_select(0, index) for part in self))
+
+    def put(self, index: Tensor, other: _Found) -> _Found:
+        return _Found(*(part.index_copy(0, index, new) for part, new in zip(self, other, strict=True)))
 
     def better(self, other: _Found) -> _Found:
         """The shorter of two results that converged, or the one with the smaller error."""
@@ -152,12 +155,13 @@ def logarithm(
     space, other = (manifold.at(t.detach().double().reshape(-1, *t.shape[-2:])) for t in (x, y))
     pair = CorePair(space, other)
     count, (rows, r) = len(pair.scale), (pair.points.g.shape[-2] + pair.points.h.shape[-2], x.shape[-1])
-    short = unknowns(rows, r) if unknowns(rows, r) <= DENSE else 0
+    short = unknowns(rows, r)
+    starts = starts if short <= DENSE else 0
     chunk = max(BUDGET // max(short**2 * starts, (rows * r) ** 2), 1)
     generator = generator or torch.Generator().manual_seed(0)
     indices = torch.arange(count, device=x.device).split(chunk)
     solved = [_solve(manifold, pair.points.select(index), starts, generator) for index in indices]
-    c, length, error = (torch.cat(parts) for parts in zip(*(found for found, _ in solved), strict=True))
+    c, _, error = (torch.cat(parts) for parts in zip(*(found for found, _ in solved), strict=True))
     core = Core(manifold, pair.points)
     right, left = core.source.products(core.manifold.tangent_factors(core.source.x, core.source.vector(c)))
     vector = space.vector(space.lift(pair.scale * (pair.left @ right), pair.scale * (pair.right @ left)))
@@ -204,8 +208,7 @@ class CorePair:
 
 
 def _common_basis(a: Tensor, b: Tensor, extra: int) -> Tensor:
-    columns = torch.arange(1, a.shape[-2] * extra + 1, dtype=a.dtype, device=a.device) * 0.6180339887
-    generic = (torch.frac(columns) - 0.5).reshape(a.shape[-2], extra).expand(*a.shape[:-1], extra)
+    generic = generic_vector(a.shape[-2] * extra, a).reshape(a.shape[-2], extra).expand(*a.shape[:-1], extra)
     return torch.linalg.qr(torch.cat([a, b, generic], dim=-1))[0]
 
 
@@ -219,7 +222,7 @@ def _solve(
     )
     index = (~sure).nonzero().squeeze(-1)
     r = points.s.shape[-1]
-    if not len(index) or not starts or unknowns(points.g.shape[-2] + points.h.shape[-2], r) > DENSE:
+    if not len(index) or not starts:
         return best, sure
     count = len(index)
     noise = torch.randn(starts, count, r, r, generator=generator, dtype=best.length.dtype).to(best.length.device)
@@ -233,8 +236,8 @@ def _solve(
         where = index.index_select(0, todo)
         guess = guesses[order[k, todo], todo]
         new = Core(manifold, points.select(where)).shoot(guess)
-        merged = _Found(*(t.index_select(0, where) for t in best)).better(new)
-        best = _Found(*(t.index_copy(0, where, u) for t, u in zip(best, merged, strict=True)))
+        merged = best.select(where).better(new)
+        best = best.put(where, merged)
         done = (merged.error <= TOLERANCE) & (merged.length <= (1 + SIMILAR) * lengths[0, todo])
         sure = sure.index_copy(0, where, done & agree[todo])
         todo = todo[~done]

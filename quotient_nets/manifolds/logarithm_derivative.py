@@ -14,22 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from quotient_nets.linalg import gram
-from quotient_nets.manifolds.factor_tangent import CORRECTIONS, MatrixTangentSpace
+from quotient_nets.linalg import CORRECTIONS, gram
+from quotient_nets.manifolds.factor_tangent import MatrixTangentSpace
 from quotient_nets.manifolds.least_squares import jacobian
 from quotient_nets.manifolds.logarithm import Core, CorePair
 
 if TYPE_CHECKING:
     from quotient_nets.manifolds.matrices import FixedRankMatrices
-
-
-def is_differentiated(*tensors: Tensor) -> bool:
-    """Whether derivatives with respect to one of the tensors are asked for, backwards or forwards."""
-    return any(
-        (t.requires_grad and torch.is_grad_enabled()) or forward_ad.unpack_dual(t).tangent is not None for t in tensors
-    )
 
 
 def with_derivatives(manifold: FixedRankMatrices, x: Tensor, y: Tensor, vector: Tensor) -> Tensor:
@@ -40,9 +32,9 @@ def with_derivatives(manifold: FixedRankMatrices, x: Tensor, y: Tensor, vector: 
     shape, dtype = x.shape, x.dtype
     x, y, vector = (t.double().reshape(-1, *shape[-2:]) for t in (x, y, vector))
     source, target = (manifold._at(t) for t in (x, y))
-    inverse = _InverseDerivative(manifold, manifold.at(x), manifold.at(y), manifold.at(x).coordinates(vector.detach()))
-    left, right = manifold.point_factors(y)
     c = source.coordinates(vector).detach()
+    inverse = _InverseDerivative(manifold, source, target, c)
+    left, right = manifold.point_factors(y)
     for _ in range(CORRECTIONS):
         end = manifold.point_factors(source.move(source.project(c), "expmap"))
         error = target.lift(*target.products([end, (-left, right)]))

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.linalg import Frame, truncated_svd
-from quotient_nets.manifolds.base import QuotientManifold, full_rank, refuse_nan, root
+from quotient_nets.linalg import Frame, is_differentiated, truncated_svd
+from quotient_nets.manifolds.base import QuotientManifold, full_rank, root
 from quotient_nets.manifolds.factor_tangent import MatrixTangentSpace, Terms
 from quotient_nets.manifolds.logarithm import STARTS, Logarithm, logarithm
-from quotient_nets.manifolds.logarithm_derivative import is_differentiated, with_derivatives
+from quotient_nets.manifolds.logarithm_derivative import with_derivatives
 from quotient_nets.manifolds.paths import Chords
 from quotient_nets.manifolds.rank_one import Cone, Cylinder, rank_one_coordinates, sum_of_squares
 
@@ -80,7 +80,7 @@ class FixedRankMatrices(QuotientManifold):
 
     @abstractmethod
     def _at(self, x: Tensor) -> MatrixTangentSpace:
-        """Tangent space at ``x`` whose operations carry derivatives with respect to ``x``."""
+        """Tangent space at ``x`` whose operations carry derivatives with respect to ``x``, if any are asked for."""
 
     @abstractmethod
     def point_factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,7 +147,7 @@ class FixedRankMatrices(QuotientManifold):
         y = self._follow(x, u, "expmap", radius)
         if check and not self.rank_one.complete:
             reason = "its metric is not complete and the geodesic leaves it. Steps shorter than `exponential_radius(x)`"
-            refuse_nan(y, (x, u), f"expected a geodesic that stays on {self.name}; {reason} do not")
+            self._refuse_nan(y, (x,), (u,), f"expected a geodesic that stays on {self.name}; {reason} do not")
         return y
 
     def _follow(self, x: Tensor, u: Tensor, path: str, radius: float | None = None) -> Tensor:
@@ -171,7 +171,7 @@ class FixedRankMatrices(QuotientManifold):
 
     def is_flat(self, r: int) -> bool:
         """Whether matrices of rank ``r`` are an open set of a Euclidean space with this metric."""
-        return r < 1
+        return False
 
     @override
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
@@ -261,13 +261,13 @@ class FixedRankMatrices(QuotientManifold):
             check = check and not self.rank_one.complete
             reason = "the shortest way between the matrices leads through zero, which is no matrix of rank one"
         else:
-            report = logarithm(self, x, y, starts=STARTS)
+            report = self.logmap_report(x, y)
             v = torch.where(report.converged[..., None, None], report.vector, torch.nan)
             if is_differentiated(x, y):
                 v = with_derivatives(self, x, y, v)
             reason = "the solver did not converge, for they are too far apart. Look at `logmap_report(x, y)`"
         if check:
-            refuse_nan(v, (x, y), f"expected points of {self.name} that a shortest geodesic joins; {reason}")
+            self._refuse_nan(v, (x, y), (), f"expected points of {self.name} that a shortest geodesic joins; {reason}")
         return v
 
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False, check: bool = True) -> Tensor:

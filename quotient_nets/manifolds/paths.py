@@ -56,12 +56,6 @@ def _changes(factor: Tensor) -> tuple[Tensor, Tensor]:
     return factor.diff(dim=-3), (square.narrow(-3, 0, count) + square.narrow(-3, 1, count)) / 2
 
 
-def alignment(start: Pair, end: Pair, noise: Tensor | None = None) -> Tensor:
-    """Orthogonal matrices that turn the frame of the end towards that of the start, ``(batch, r, r)``."""
-    overlap = gram(end[0], start[0]) + gram(end[1], start[1])
-    return _orthonormal(overlap if noise is None else overlap + noise)
-
-
 def short_path(chords: Chords, start: tuple[Tensor, ...], end: tuple[Tensor, ...], turn: Tensor) -> tuple[Pair, Tensor]:
     r"""Velocity at the start of a short path between two matrices, and its length.
 

@@ -7,7 +7,8 @@ For unit vectors, in the form of :mod:`quotient_nets.manifolds.complex_rows`, th
           = \rho_1 \cos(\varphi + \alpha), \quad \cos\theta_2 = \operatorname{Re} e^{i\varphi} h^* q
           = \rho_2 \cos(\varphi + \beta).
 
-Imports: torch, :mod:`quotient_nets.manifolds.complex_rows`, :mod:`quotient_nets.manifolds.rank_one`.
+Imports: torch, :mod:`quotient_nets.linalg`, :mod:`quotient_nets.manifolds.complex_rows`,
+:mod:`quotient_nets.manifolds.rank_one`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quotient_nets.linalg import CORRECTIONS
 from quotient_nets.manifolds.complex_rows import dot, real_dot, times, turn
 from quotient_nets.manifolds.rank_one import sphere_log
 
 BISECTIONS = 26  # an arc of at most pi shrinks to 5e-8, where Newton's method doubles the digits
 NEWTON_STEPS = 4
-CORRECTIONS = 2  # derivatives of the phase that are exact
 INTERIOR = 1e-6  # two minimisers nearer than this to an end of the arc are one up to rounding
 
 

@@ -13,17 +13,17 @@ import math
 from typing import Any, cast
 
 import torch
-from geoopt.utils import size2shape
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.linalg import Frame, at_least_single, column_signs, gram, random_orthogonal, solve
+from quotient_nets.linalg import Frame, at_least_single, column_signs, gram, is_differentiated, random_orthogonal, solve
 from quotient_nets.manifolds.factor_tangent import Terms, sym
 from quotient_nets.manifolds.matrices import FixedRankMatrices
-from quotient_nets.manifolds.paths import alignment, invariant_chords
+from quotient_nets.manifolds.paths import invariant_chords
 from quotient_nets.manifolds.polar_tangent import PolarTangentSpace, skew
+from quotient_nets.manifolds.procrustes import alignment
 from quotient_nets.manifolds.rank_one import Cylinder
-from quotient_nets.tangent_space import Checked, manifold_tensor
+from quotient_nets.tangent_space import Checked
 
 
 class PolarFixedRank(FixedRankMatrices):
@@ -44,8 +44,7 @@ class PolarFixedRank(FixedRankMatrices):
     - ``retr`` and ``second_order`` are one retraction of second order: the polar factors of :math:`U + u_U` and
       :math:`V + u_V`, and :math:`B + u_B + \tfrac12 u_B B^{-1} u_B`.
 
-    All methods but ``orthographic`` and the logarithm above rank one are differentiable twice in all arguments, also at
-    repeated singular values; with respect to the point, along the manifold.
+    All methods but ``orthographic`` are differentiable twice in all arguments, also at repeated singular values.
 
     Args:
         n: Rows of ``U``.
@@ -138,7 +137,7 @@ class PolarFixedRank(FixedRankMatrices):
 
     @override
     def _at(self, x: Tensor) -> PolarTangentSpace:
-        return PolarTangentSpace(x, self.n, self.frame(x), differentiable=True)
+        return PolarTangentSpace(x, self.n, self.frame(x), differentiable=is_differentiated(x))
 
     @override
     def point_factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,40 +165,25 @@ class PolarFixedRank(FixedRankMatrices):
         w, s, zt = torch.linalg.svd(middle.nan_to_num())
         g, h = p @ w, q @ zt.mT
         old, _, other = (part.double() for part in self.unpack_tensor(x))
-        turn = alignment((old.nan_to_num(), other.nan_to_num()), (g, h))
+        turn = alignment(gram(g, old) + gram(h, other))[0].detach()
         b = turn.mT @ (s.unsqueeze(-1) * turn)
         y = self.pack_point(g @ turn, b, h @ turn)
         return torch.where(finite, y, math.nan).to(x.dtype)
 
     @override
-    def random(self, *size: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
+    def _draw(self, shape: tuple[int, ...], *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
         """Uniform ``U`` and ``V``; ``B`` with logarithms of eigenvalues that are normal, of deviation 1/2."""
-        return manifold_tensor(self._draw(size2shape(*size), None, dtype).to(device), self)
-
-    @override
-    def origin(
-        self,
-        *size: Any,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-        seed: int | None = 42,
-    ) -> Any:
-        generator = torch.Generator().manual_seed(42 if seed is None else seed)
-        return manifold_tensor(self._draw(size2shape(*size), generator, dtype).to(device), self)
-
-    def _draw(self, shape: tuple[int, ...], generator: torch.Generator | None, dtype: torch.dtype | None) -> Tensor:
-        self._assert_check_shape(cast("Any", shape), "x")
-        batch, r, wide = shape[:-2], shape[-1], torch.float64
-        u, v, q = (random_orthogonal(*batch, rows, r, generator=generator, dtype=wide) for rows in (self.n, self.m, r))
-        s = (torch.randn(*batch, r, generator=generator, dtype=wide) / 2).exp()
+        batch, r = shape[:-2], shape[-1]
+        options["dtype"] = torch.float64
+        u, v, q = (random_orthogonal(*batch, rows, r, **options) for rows in (self.n, self.m, r))
+        s = (torch.randn(*batch, r, **options) / 2).exp()
         return self.pack_point(u, (q * s.unsqueeze(-2)) @ q.mT, v).to(dtype or torch.get_default_dtype())
 
     def random_element(
         self, *size: int, generator: torch.Generator | None = None, dtype: torch.dtype = torch.float64
     ) -> Tensor:
         """Uniform orthogonal matrices ``(*size, r)`` of either determinant; ``size`` is the batch and, last, ``r``."""
-        device = None if generator is None else generator.device
-        return random_orthogonal(*size, size[-1], generator=generator, dtype=dtype, device=device)
+        return random_orthogonal(*size, size[-1], generator=generator, dtype=dtype)
 
     @override
     def _check_shape(self, shape: tuple[int, ...], name: str) -> tuple[bool, str | None]:

@@ -14,9 +14,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.linalg import Frame, gram, inverse_action, matrix_exp, solve_by_correction, times, times_transposed
+from quotient_nets.linalg import (
+    CORRECTIONS,
+    Frame,
+    gram,
+    gram_action,
+    inverse_action,
+    matrix_exp,
+    solve_by_correction,
+    times,
+    times_transposed,
+)
 from quotient_nets.manifolds.exponential import velocity_exponential
-from quotient_nets.manifolds.factor_tangent import CORRECTIONS, UNKNOWN_PATH, MatrixTangentSpace, sym
+from quotient_nets.manifolds.factor_tangent import MatrixTangentSpace, sym
+from quotient_nets.tangent_space import UNKNOWN_PATH
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -86,10 +97,7 @@ class PolarTangentSpace(MatrixTangentSpace):
 
     def _multiply(self, beta: Tensor) -> Tensor:
         r""":math:`E \beta E`."""
-        if self.defect is None:
-            return beta
-        right = beta - times(beta, self.defect)
-        return right - times(self.defect, right)
+        return gram_action(gram_action(beta, self.defect).mT, self.defect).mT
 
     @override
     def inner(self, c: Tensor, d: Tensor) -> Tensor:
@@ -129,7 +137,7 @@ class PolarTangentSpace(MatrixTangentSpace):
 
     def _vertical_gram(self, w: Tensor) -> Tensor:
         """Left side of the equation that a vertical part obeys; ``(2 + gap^2) w`` in value."""
-        turned = sum((skew(times(gram(basis, basis), w)) for basis in (self.h,)), skew(times(gram(self.g, self.g), w)))
+        turned = skew(times(gram(self.g, self.g) + gram(self.h, self.h), w))
         return turned + self._adjoint(self._divide(self._commutator(w)))
 
     @override
@@ -144,8 +152,7 @@ class PolarTangentSpace(MatrixTangentSpace):
             step_g, step_h = _rotation(self.g, a, radius), _rotation(self.h, b, radius)
             eye = torch.eye(beta.shape[-1], dtype=torch.float64, device=beta.device)
             growth = matrix_exp(inverse_action(beta, self.defect).double()) - eye
-            growth = growth.to(beta.dtype)
-            growth = sym(growth if self.defect is None else growth - times(growth, self.defect))
+            growth = sym(gram_action(growth.to(beta.dtype), self.defect))
         elif path in {"retr", "second_order"}:
             step_g, step_h = _retraction(self.g, a), _retraction(self.h, b)
             growth = beta + times(inverse_action(beta, self.defect), beta) / 2
@@ -185,8 +192,7 @@ class PolarTangentSpace(MatrixTangentSpace):
         (eu, eb, ev), (du, db, dv), (a, beta, b) = map(self.split, (e, de, c))
         hess_u = du - times(a, sym(gram(self.g, eu)))
         hess_v = dv - times(b, sym(gram(self.h, ev)))
-        mixed = times(beta, sym(eb))
-        mixed = mixed if self.defect is None else mixed - times(mixed, self.defect)
+        mixed = gram_action(times(beta, sym(eb)), self.defect)
         return self.project(torch.cat([hess_u, self._multiply(sym(db)) + sym(mixed), hess_v], dim=-2))
 
 

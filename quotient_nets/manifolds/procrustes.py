@@ -10,8 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from quotient_nets.linalg import gram
-from quotient_nets.manifolds.factor_tangent import CORRECTIONS
+from quotient_nets.linalg import CORRECTIONS, gram
 
 
 def alignment(product: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.linalg import Frame, add_product, gram, inverse_action, solve, solve_right, times
-from quotient_nets.manifolds.factor_tangent import UNKNOWN_PATH, FactorTangentSpace, stack, sym
+from quotient_nets.linalg import Frame, add_product, gram, gram_action, inverse_action, solve, solve_right, times
+from quotient_nets.manifolds.factor_tangent import FactorTangentSpace, stack, sym
 from quotient_nets.manifolds.integrate import integrate
 from quotient_nets.manifolds.rank_one import Cone
+from quotient_nets.tangent_space import UNKNOWN_PATH
 
 TOLERANCE = 1e-13  # of one step of the integrated geodesic, relative
 
@@ -93,8 +94,8 @@ class ProductTangentSpace(FactorTangentSpace):
         grams = [gram(basis, basis) for basis in bases]
         root = self.s.double().sqrt()
         batch = torch.broadcast_shapes(*(k.shape[:-2] for k in grams), root.shape[:-2])
-        grams = [k.expand(*batch, *k.shape[-2:]).flatten(0, -3) if batch else k.unsqueeze(0) for k in grams]
-        root = root.expand(*batch, *root.shape[-2:]).flatten(0, -3) if batch else root.unsqueeze(0)
+        grams = [k.expand(*batch, *k.shape[-2:]).reshape(-1, *k.shape[-2:]) for k in grams]
+        root = root.expand(*batch, *root.shape[-2:]).reshape(-1, *root.shape[-2:])
         start, slope = torch.diag_embed(root.squeeze(-2)), torch.diag_embed(1 / root.squeeze(-2))
         zero = torch.zeros_like(start)
         start, slope = torch.cat([start, zero], dim=-2), torch.cat([zero, slope], dim=-2)
@@ -135,9 +136,9 @@ class PreconditionedTangentSpace(ProductTangentSpace):
 
     @override
     def inner(self, c: Tensor, d: Tensor) -> Tensor:
-        if self.defect_g is not None and self.defect_h is not None:
+        if self.defect_g is not None:
             cg, ch = self.split(c)
-            c = stack(cg - times(cg, self.defect_h), ch - times(ch, self.defect_g))
+            c = stack(gram_action(cg, self.defect_h), gram_action(ch, self.defect_g))
         return super().inner(c, d)
 
     @override
@@ -186,8 +187,7 @@ class FrobeniusTangentSpace(ProductTangentSpace):
         (cg, ch), (dg, dh) = self.split(c), self.split(d)
         mixed = (gram(self.g, cg) * gram(dh, self.h)).sum((-2, -1), keepdim=True)
         mixed = mixed + (gram(self.g, dg) * gram(ch, self.h)).sum((-2, -1), keepdim=True)
-        if self.defect_g is not None and self.defect_h is not None:
-            cg, ch = cg - times(cg, self.defect_h), ch - times(ch, self.defect_g)
+        cg, ch = gram_action(cg, self.defect_h), gram_action(ch, self.defect_g)
         return super().inner(stack(cg, ch), d) + mixed
 
     @override

@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from quotient_nets.linalg import (
+    CORRECTIONS,
     at_least_single,
     column_signs,
     gram,
@@ -25,8 +26,7 @@ from quotient_nets.linalg import (
     random_orthogonal,
     solve_by_correction,
 )
-from quotient_nets.manifolds.base import QuotientManifold, full_rank, refuse_nan
-from quotient_nets.manifolds.factor_tangent import CORRECTIONS
+from quotient_nets.manifolds.base import QuotientManifold, full_rank
 from quotient_nets.manifolds.procrustes import alignment
 from quotient_nets.tangent_space import Checked
 
@@ -97,8 +97,7 @@ class PSDFixedRank(QuotientManifold):
         self, *size: int, generator: torch.Generator | None = None, dtype: torch.dtype = torch.float64
     ) -> Tensor:
         """Random orthogonal matrices of either determinant, uniform: ``(*size, r)`` for a batch shape and, last, r."""
-        device = None if generator is None else generator.device
-        return random_orthogonal(*size, size[-1], generator=generator, dtype=dtype, device=device)
+        return random_orthogonal(*size, size[-1], generator=generator, dtype=dtype)
 
     def _principal(self, x: Tensor) -> _Principal:
         x = x.detach()
@@ -173,7 +172,7 @@ class PSDFixedRank(QuotientManifold):
         y = torch.where(self._loses_rank(x, u)[..., None, None], math.nan, x + u)
         if check:
             reason = "the rank drops on the way. Steps shorter than `injectivity_radius(x)` do not leave it"
-            refuse_nan(y, (x, u), f"expected a geodesic that stays on {self.name}; {reason}")
+            self._refuse_nan(y, (x,), (u,), f"expected a geodesic that stays on {self.name}; {reason}")
         return y
 
     def _loses_rank(self, x: Tensor, u: Tensor) -> Tensor:

@@ -21,7 +21,9 @@ from quotient_nets.linalg import at_least_single, gram
 
 Pair = tuple[Tensor, Tensor]
 
-SMALL = 1e-4  # squared sine, angle or ratio below which a series is used: its next term is below one rounding unit
+# Squares below which a series is used: its next term is below one rounding unit.
+SMALL = 1e-4  # of a sine or a ratio
+SMALL_ANGLE = 1e-2
 
 
 def sphere_log(g: Tensor, q: Tensor) -> Tensor:
@@ -186,10 +188,11 @@ class Cone:
 
 def cos_and_sinc(square: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine of ``a`` and ``sin(a) / a`` as smooth functions of ``a**2``."""
-    near = square < SMALL
+    near = square < SMALL_ANGLE
     angle = torch.where(near, 1.0, square).sqrt()
-    cosine = 1 + square * (-1 / 2 + square * (1 / 24 - square / 720))
-    sinc = 1 + square * (-1 / 6 + square * (1 / 120 - square / 5040))
+    # Series: the root has no derivative at zero.
+    cosine = 1 - square / 2 * (1 - square / 12 * (1 - square / 30 * (1 - square / 56 * (1 - square / 90))))
+    sinc = 1 - square / 6 * (1 - square / 20 * (1 - square / 42 * (1 - square / 72 * (1 - square / 110))))
     return torch.where(near, cosine, angle.cos()), torch.where(near, sinc, angle.sin() / angle)
 
 
