@@ -124,6 +124,8 @@ def test_derivatives_of_each_example_by_vmap(manifold: geoopt.Manifold, shape: t
     inputs = [roles[role] for role in op.takes]
     derivative = torch.func.grad(lambda *a: op.function(manifold)(*a).sum())
     assert_close(torch.vmap(derivative)(*inputs), derivative(*inputs), rtol=1e-10, atol=1e-10)
+    of_the_batch = torch.func.grad(lambda *a: torch.vmap(op.function(manifold))(*a).sum())
+    assert_close(of_the_batch(*inputs), derivative(*inputs), rtol=1e-10, atol=1e-10)
 
 
 @each_operation_in_closed_form
