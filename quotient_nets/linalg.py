@@ -205,8 +205,18 @@ def solve(a: Tensor, b: Tensor) -> Tensor:
 
     ``torch.linalg.solve`` differentiated forwards twice loses half of the second derivative (torch 2.13).
     """
+    return lu_solve(lu_factor(a), b)
+
+
+def lu_factor(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Factorisation of square matrices for :func:`lu_solve`, without a check."""
     lu, pivots, _ = torch.linalg.lu_factor_ex(a)
-    return torch.linalg.lu_solve(lu, pivots, b)
+    return lu, pivots
+
+
+def lu_solve(factored: tuple[Tensor, Tensor], b: Tensor) -> Tensor:
+    """Solution of :func:`solve` for a matrix that is already factored."""
+    return torch.linalg.lu_solve(*factored, b)
 
 
 def solve_right(b: Tensor, a: Tensor) -> Tensor:

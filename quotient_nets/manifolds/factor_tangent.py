@@ -30,6 +30,8 @@ class MatrixTangentSpace(TangentSpace):
     frame: Frame
     g: Tensor
     h: Tensor
+    accuracy: float = 1e-13
+    """Error of one step where geodesics are integrated, relative."""
     degree: int = 0
     """How coordinates grow with the matrix: they are multiplied by ``c**degree`` when it is multiplied by ``c``."""
 

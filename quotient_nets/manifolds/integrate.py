@@ -19,7 +19,7 @@ from torch import Tensor
 FIRST_STEP = 0.1
 SHRINK, GROW, SAFETY = 0.2, 6.0, 0.9
 LEAST_STEP = 1e-8  # a solution that needs less is about to end
-MAX_STEPS = 100  # an element that is not at time 1 by then is at a singularity
+MAX_STEPS = 400  # an element that is not at time 1 by then is at a singularity
 STAGES = int(DOP853.n_stages)
 
 
@@ -32,7 +32,7 @@ def integrate(rate: Callable[[Tensor], Tensor], y: Tensor, *, tolerance: float) 
         tolerance: Bound on the error of one step, relative to the larger of 1 and the size of an entry.
 
     Returns:
-        Final values; NaN for an element whose solution ends before time 1: its steps fall below 1e-8 or exceed 100.
+        Final values; NaN for an element whose solution ends before time 1: its steps fall below 1e-8 or exceed 400.
         Differentiable; steps are chosen by values only.
 
     Cost: 12 evaluations of ``f`` for each step of the element that needs most.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quotient_nets.linalg import generic_vector, gram
 from quotient_nets.manifolds.factor_tangent import MatrixTangentSpace
-from quotient_nets.manifolds.least_squares import DENSE, levenberg_marquardt
+from quotient_nets.manifolds.least_squares import DENSE, differences, levenberg_marquardt
 from quotient_nets.manifolds.paths import short_path, unknowns
 from quotient_nets.manifolds.procrustes import alignment
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 STARTS = 8  # short paths
 ITERATIONS = 40  # of the search for a velocity
-ENOUGH = 1e-12  # projected error of the end point at which the search stops
+STAGES = ((1e-7, 1e-5), (1e-13, 1e-12))  # accuracy of geodesics, and projected error of the end point that ends a stage
+LOST = 1e-3  # projected error after the first stage with which the second is not worth its cost
+HALVINGS = 5  # of a first guess whose geodesic leaves the manifold
 TOLERANCE = 1e-9  # of the end point, relative to the target, in the Frobenius norm
 SIMILAR = 0.1  # relative difference of lengths of short paths, and of a geodesic and its short path
 TRIES = 3  # of the shortest paths
@@ -73,13 +75,18 @@ class _Points(NamedTuple):
 class Core:
     """Two points of a small manifold with their tangent spaces, and the equation of a geodesic between them."""
 
-    def __init__(self, manifold: FixedRankMatrices, points: _Points):
-        self.points = points
+    def __init__(self, manifold: FixedRankMatrices, points: _Points, accuracy: float = STAGES[-1][0]):
+        self.points, self.accuracy = points, accuracy
         self.manifold = type(manifold)(points.g.shape[-2], points.h.shape[-2])
         g, s, h, p, t, q = points
         x, y = self.manifold.from_frame(g, s.squeeze(-2), h), self.manifold.from_frame(p, t.squeeze(-2), q)
         self.source, self.target = (self.manifold.at(point, balanced=True) for point in (x, y))
+        self.source.accuracy = accuracy
         self.left, self.right = self.manifold.point_factors(y)
+
+    def select(self, index: Tensor) -> Core:
+        """Some of the pairs."""
+        return Core(self.manifold, self.points.select(index), self.accuracy)
 
     def residual(self, z: Tensor) -> Tensor:
         """The projected error of the end point, in coordinates at the target: zero only if the geodesic ends there."""
@@ -89,7 +96,26 @@ class Core:
 
     def shoot(self, c: Tensor) -> _Found:
         """Velocity that reaches the target, from a first guess."""
-        z, _ = levenberg_marquardt(self.residual, c.flatten(-2), iterations=ITERATIONS, tolerance=ENOUGH)
+        z = c.flatten(-2)
+        for _ in range(HALVINGS):
+            lost = self.residual(z).isnan().any(-1, keepdim=True)
+            if not bool(lost.any()):
+                break
+            z = torch.where(lost, z / 2, z)
+        left = torch.arange(len(z), device=z.device)
+        for accuracy, enough in STAGES:
+            # Steps of less accuracy lead to the solution's neighbourhood at a fifth of the cost.
+            core = Core(self.manifold, self.points.select(left), accuracy)
+            solution = levenberg_marquardt(
+                core.residual,
+                z[left],
+                iterations=ITERATIONS,
+                tolerance=enough,
+                derivative=differences,
+                select=lambda index, core=core: core.select(index).residual,
+            )
+            z = z.index_copy(0, left, solution.z)
+            left = left[solution.residual <= LOST]
         c = self.source.project(z.unflatten(-1, c.shape[-2:]))
         end = self.manifold.product(self.source.move(c, "expmap"))
         size = torch.linalg.matrix_norm(self.points.t)

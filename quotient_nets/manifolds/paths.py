@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quotient_nets.linalg import gram, solve, times
 from quotient_nets.manifolds.factor_tangent import sym
-from quotient_nets.manifolds.least_squares import levenberg_marquardt
+from quotient_nets.manifolds.least_squares import levenberg_marquardt, mapped_jacobian
 
 SEGMENTS = 6
 ITERATIONS = 12  # of the minimisation; the geodesic is found exactly afterwards
@@ -69,8 +69,7 @@ def short_path(chords: Chords, start: tuple[Tensor, ...], end: tuple[Tensor, ...
         Velocities of :math:`g s^{1/2}` and :math:`h s^{1/2}`, and lengths ``(batch,)``.
     """
     (g, s, h), (p, t, q) = start, end
-    first, last = ((basis * size.sqrt() for basis in bases) for bases, size in (((g, h), s), ((p, q), t)))
-    first, last = tuple(first), tuple(last)
+    first, last = (g * s.sqrt(), h * s.sqrt()), (p * t.sqrt(), q * t.sqrt())
     rows = g.shape[-2], h.shape[-2]
     r = g.shape[-1]
     joined = _joined(start, (p @ turn, gram(turn, t.mT * turn), q @ turn))
@@ -92,7 +91,7 @@ def short_path(chords: Chords, start: tuple[Tensor, ...], end: tuple[Tensor, ...
         return chords(*path(z)).flatten(-2) * SEGMENTS**0.5
 
     z = torch.cat([joined.flatten(1), turn.flatten(1)], dim=-1)
-    z, length = levenberg_marquardt(residual, z, iterations=ITERATIONS, mapped=True)
+    z, length = levenberg_marquardt(residual, z, iterations=ITERATIONS, derivative=mapped_jacobian)
     # The derivative at the first of three points.
     velocities = ((4 * f.select(-3, 1) - 3 * f.select(-3, 0) - f.select(-3, 2)) * (SEGMENTS / 2) for f in path(z))
     left, right = velocities

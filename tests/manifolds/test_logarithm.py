@@ -14,6 +14,7 @@ from quotient_nets.manifolds import (
     PreconditionedFixedRank,
 )
 from quotient_nets.manifolds.least_squares import levenberg_marquardt
+from quotient_nets.manifolds.logarithm import Core, CorePair
 from tests.strategies import orthogonal
 
 METRICS: list[type[FixedRankMatrices]] = [
@@ -95,6 +96,40 @@ def test_far_points_are_reached(metric: type[FixedRankMatrices]) -> None:
     assert_close(first.length, m.norm(x, first.vector), rtol=1e-10, atol=0)
     xy, yz, xz = (r.length for r in reports)
     assert bool((xz <= xy + yz).all())
+
+
+def test_far_points_of_the_embedded_metric_are_reached_where_singular_values_differ_much() -> None:
+    """Geodesics that pass the matrices of lower rank closely: stiff equations, and bad guesses go astray."""
+    m = EmbeddedFixedRank(6, 5)
+    x, y = torch.randn(2, 4, 11, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).unbind()
+    y = y * torch.tensor([1.0, 1.0, 4.0, 4.0]).double()[:, None, None]
+    report = m.logmap_report(x, y)
+    assert bool(report.converged.all())
+    ends = m.product(m.expmap(x, report.vector))
+    assert_close(ends, m.product(y), rtol=1e-8, atol=1e-8)
+    chord = torch.linalg.matrix_norm(m.product(x) - m.product(y))
+    assert bool((chord <= report.length).all())
+    assert bool((report.length <= 1.2 * chord).all())
+
+
+@pytest.mark.parametrize("metric", METRICS[:3])  # the polar metric takes the paths of the invariant one
+@pytest.mark.parametrize("spectrum", [[2.0, 0.8], [2.0, 1.0, 0.7]], ids=str)
+def test_short_paths_have_the_start_and_the_length_of_the_geodesic(
+    metric: type[FixedRankMatrices], spectrum: list[float]
+) -> None:
+    m = metric(N, M)
+    x = point(m, spectrum, (4,))
+    u = step(m, x, 0.9)
+    y = m.expmap(x, u)
+    pair = CorePair(m.at(x), m.at(y))
+    core = Core(m, pair.points)
+    c, length = core.short_start(torch.zeros(4, len(spectrum), len(spectrum), dtype=torch.float64))
+    found = core.shoot(c)
+    scale = pair.scale.flatten() ** core.source.degree
+    assert_close(scale * found.length, m.norm(x, u), rtol=1e-8, atol=0)
+    assert_close(length, found.length, rtol=0.03, atol=0)
+    error = core.source.norm(c - found.c).flatten()
+    assert bool((error <= 0.1 * found.length).all())
 
 
 @over_metrics
