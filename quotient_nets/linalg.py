@@ -40,13 +40,20 @@ def times(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 def times_transposed(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     r"""Matrix product :math:`a b^\top`, for ``b`` as in :func:`times`."""
-    return times(a, b if b.shape[-2] == 1 else b.mT, out=out)
+    return times(a, transposed(b), out=out)
+
+
+def transposed(b: Tensor) -> Tensor:
+    """Transpose of a square matrix; one that is a row of scales is diagonal."""
+    return b if b.shape[-2] == 1 else b.mT
 
 
 def add_product(y: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, *, out: Tensor | None = None) -> Tensor:
     """``y + alpha a b``, in one pass where there is one batch axis; ``out`` may be ``y``."""
     if y.dim() == a.dim() == b.dim() == 3 and b.shape[-2] > 1:
         return torch.baddbmm(y, a, b, alpha=alpha, out=out)
+    if b.shape[-2] == 1 and alpha == 1.0:
+        return torch.addcmul(y, a, b, out=out)
     return torch.add(y, times(a, b), alpha=alpha, out=out)
 
 
@@ -55,9 +62,20 @@ def at_least_single(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize < 4 else x
 
 
-def column_signs(q: Tensor) -> Tensor:
-    """Signs ``(..., 1, r)`` that make the products of the columns with one fixed generic vector positive."""
-    return torch.where(gram(generic_vector(q.shape[-2], q), q) < 0, -1.0, 1.0).to(q.dtype)
+def column_signs(q: Tensor, turn: Tensor | None = None) -> Tensor:
+    """Signs ``(..., 1, r)`` that make the products of the columns with one fixed generic vector positive.
+
+    Columns of ``q @ turn``, if there is a turn.
+    """
+    products = gram(generic_vector(q.shape[-2], q), q)
+    if turn is not None:
+        products = products.to(turn.dtype) @ turn
+    return torch.where(products < 0, -1.0, 1.0).to(products.dtype)
+
+
+def is_finite(x: Tensor) -> Tensor:
+    """Which matrices have neither NaN nor Inf, ``(..., 1, 1)``; in one pass, where ``isfinite`` takes three."""
+    return (x * 0).sum(dim=(-2, -1), keepdim=True) == 0
 
 
 def generic_vector(rows: int, like: Tensor) -> Tensor:
@@ -145,12 +163,12 @@ def balanced_frame(g: Tensor, h: Tensor) -> Frame:
 def _frame(g: Tensor, h: Tensor) -> Frame:
     dtype = g.dtype
     g, h = g.double(), h.double()
-    finite = g.isfinite().all((-2, -1), keepdim=True) & h.isfinite().all((-2, -1), keepdim=True)
-    # LAPACK refuses a whole batch for one NaN; the element gets its NaN back below.
-    g, h = torch.where(finite, g, 0.0), torch.where(finite, h, 0.0)
     qg, rg = torch.linalg.qr(g)
     qh, rh = torch.linalg.qr(h)
-    u, s, vt = torch.linalg.svd(rg @ rh.mT, full_matrices=False)
+    core = rg @ rh.mT
+    # LAPACK's decomposition refuses a whole batch for one NaN; the element gets its NaN back below.
+    finite = is_finite(core)
+    u, s, vt = torch.linalg.svd(torch.where(finite, core, 0.0), full_matrices=False)
     v = vt.mT
     floor = 10 * max(g.shape[-2], h.shape[-2]) * torch.finfo(g.dtype).eps
     norms = torch.linalg.matrix_norm(rg, keepdim=True) * torch.linalg.matrix_norm(rh, keepdim=True)
@@ -171,8 +189,9 @@ def _frame(g: Tensor, h: Tensor) -> Frame:
 def _scalar_frame(g: Tensor, h: Tensor) -> Frame:
     """Frame of columns, ``r = 1``: norms instead of decompositions."""
     sign = column_signs(g)
-    norm_g = torch.linalg.vector_norm(g, dim=-2, keepdim=True) * sign
-    norm_h = torch.linalg.vector_norm(h, dim=-2, keepdim=True) * sign
+    norms = (torch.linalg.vector_norm(t, dim=-2, keepdim=True) for t in (g, h))
+    # The inverse of an infinite length would be 0, a number.
+    norm_g, norm_h = (sign * torch.where(norm < math.inf, norm, math.nan) for norm in norms)
     spectrum = (norm_g * norm_h).squeeze(-2)
     return Frame(g / norm_g, h / norm_h, spectrum, 1 / norm_g, 1 / norm_h, norm_g, norm_h)
 

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.linalg import Frame, gram, inverse_action, times, times_transposed
+from quotient_nets.linalg import Frame, add_product, gram, is_differentiated, times, transposed
 from quotient_nets.tangent_space import TangentSpace
+
+ACCURACY = {torch.float64: 1e-13, torch.float32: 1e-9}
 
 Terms = Sequence[tuple[Tensor, Tensor]]
 r"""Pairs ``(a, b)`` of factors ``(..., n, k)`` and ``(..., m, k)`` that stand for the matrix :math:`\sum a b^\top`."""
@@ -30,7 +32,7 @@ class MatrixTangentSpace(TangentSpace):
     frame: Frame
     g: Tensor
     h: Tensor
-    accuracy: float = 1e-13
+    accuracy: float = ACCURACY[torch.float64]
     """Error of one step where geodesics are integrated, relative."""
     degree: int = 0
     """How coordinates grow with the matrix: they are multiplied by ``c**degree`` when it is multiplied by ``c``."""
@@ -49,6 +51,10 @@ class MatrixTangentSpace(TangentSpace):
     @abstractmethod
     def lift(self, right: Tensor, left: Tensor) -> Tensor:
         """Coordinates of the horizontal lift of the projected matrix ``Z`` with ``right = Z h``, ``left = Z^T g``."""
+
+    @abstractmethod
+    def project_vector(self, u: Tensor) -> Tensor:
+        """Horizontal part of an ambient vector: ``vector(project(coordinates(u)))`` in fewer products."""
 
     @abstractmethod
     def hessian(self, e: Tensor, de: Tensor, c: Tensor) -> Tensor:
@@ -87,6 +93,7 @@ class FactorTangentSpace(MatrixTangentSpace):
         self.x, self.n, self.frame = x, n, frame
         self.batch = x.shape[:-2]
         self.g, self.h = frame.g, frame.h
+        self.accuracy = ACCURACY[self.g.dtype]
         self.defect_g = self.defect_h = None
         if differentiable:
             xg, xh = self.split(x)
@@ -101,35 +108,79 @@ class FactorTangentSpace(MatrixTangentSpace):
 
     @override
     def coordinates(self, u: Tensor) -> Tensor:
-        return stack(*map(times, self.split(u), self.pull))
+        return assemble(*zip(self.split(u), self.pull, strict=True))
 
     @override
     def vector(self, c: Tensor) -> Tensor:
-        return stack(*map(times, self.split(c), self.push))
+        return assemble(*zip(self.split(c), self.push, strict=True))
 
     @override
     def pull_gradient(self, e: Tensor) -> Tensor:
-        return stack(*map(times_transposed, self.split(e), self.push))
+        return assemble(*zip(self.split(e), map(transposed, self.push), strict=True))
+
+    @abstractmethod
+    def vertical(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Matrices ``(a, b)`` that make :math:`(c_g + g a, c_h + h b)` horizontal.
+
+        From :math:`g^\top c_g` and :math:`h^\top c_h`.
+        """
+
+    @override
+    def project(self, c: Tensor) -> Tensor:
+        parts = self.split(c)
+        bases = self.g, self.h
+        return assemble(*zip(parts, bases, self.vertical(*map(gram, bases, parts)), strict=True))
+
+    @override
+    def project_vector(self, u: Tensor) -> Tensor:
+        parts = self.split(u)
+        bases = self.g, self.h
+        vertical = self.vertical(*map(times, map(gram, bases, parts), self.pull))
+        return assemble(*zip(parts, bases, map(times, vertical, self.push), strict=True))
 
     @override
     def move(self, c: Tensor, path: str, radius: float | None = None) -> Tensor:
+        x, parts = self.split(self.x), self.split(c)
         if path == "retr":
-            return self.x + self.vector(c)
-        steps = self.steps(path, *self.split(c), radius)
-        return stack(*map(torch.add, self.split(self.x), steps))
+            return assemble(*zip(x, parts, self.push, strict=True))
+        rows = zip(x, (self.g, self.h), parts, self.push, self.steps(path, *parts, radius), strict=True)
+        eye = torch.eye(c.shape[-1], dtype=self.g.dtype, device=c.device)
+        return assemble(*((y, g, times(m1, push), b, times(m2 + eye, push)) for y, g, b, push, (m1, m2) in rows))
 
     @abstractmethod
-    def steps(self, path: str, cg: Tensor, ch: Tensor, radius: float | None) -> tuple[Tensor, Tensor]:
-        """Displacements of ``G`` and ``H`` along the path ``"expmap"`` or ``"second_order"``.
+    def steps(self, path: str, cg: Tensor, ch: Tensor, radius: float | None) -> list[tuple[Tensor, Tensor]]:
+        """Where a path leads: ``(m1, m2)`` for each side, which is displaced by ``c + g m1 + c m2``.
 
         Raises:
             ValueError: There is no path of this name.
         """
 
-    def cores(self, cg: Tensor, ch: Tensor) -> tuple[Tensor, Tensor]:
-        """Components along the frame: ``g^T c_g`` and ``h^T c_h``, by least squares where the frame is not exact."""
-        left = inverse_action(gram(self.g, cg).mT, self.defect_g).mT
-        return left, inverse_action(gram(self.h, ch).mT, self.defect_h).mT
+
+def assemble(*sides: Sequence[Tensor]) -> Tensor:
+    """Rows of one side above those of the other, each a sum of products: ``(y, a, b, ...)`` is ``y + a b + ...``.
+
+    Without the ``y`` where the number of tensors is even. Written in place of the result, without a copy, where nothing
+    is differentiated.
+    """
+    tensors = [t for side in sides for t in side]
+    if torch.compiler.is_compiling() or is_differentiated(*tensors):
+        return torch.cat([_sum_of_products(side) for side in sides], dim=-2)
+    rows = [side[0].shape[-2] for side in sides]
+    batch = torch.broadcast_shapes(*(t.shape[:-2] for t in tensors))
+    out = tensors[0].new_empty(*batch, sum(rows), sides[0][-1].shape[-1])
+    for side, target in zip(sides, out.split(rows, dim=-2), strict=True):
+        _sum_of_products(side, out=target)
+    return out
+
+
+def _sum_of_products(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    single = len(terms) % 2
+    if len(terms) == 1 and out is not None:
+        return out.copy_(terms[0])
+    total = terms[0] if single else times(terms[0], terms[1], out=out)
+    for a, b in zip(terms[2 - single :: 2], terms[3 - single :: 2], strict=True):
+        total = add_product(total, a, b, out=out)
+    return total
 
 
 def stack(g: Tensor, h: Tensor) -> Tensor:

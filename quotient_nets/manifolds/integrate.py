@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from scipy.integrate import DOP853
 from torch import Tensor
 
-FIRST_STEP = 0.1
+FIRST_STEP = 1.0  # short geodesics need no other; a step too long costs one
 SHRINK, GROW, SAFETY = 0.2, 6.0, 0.9
 LEAST_STEP = 1e-8  # a solution that needs less is about to end
 MAX_STEPS = 400  # an element that is not at time 1 by then is at a singularity

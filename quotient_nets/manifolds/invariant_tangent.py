@@ -28,7 +28,7 @@ from quotient_nets.linalg import (
     times_transposed,
 )
 from quotient_nets.manifolds.exponential import Pullback, velocity_exponential, velocity_exponential_vjp
-from quotient_nets.manifolds.factor_tangent import FactorTangentSpace, stack, sym
+from quotient_nets.manifolds.factor_tangent import FactorTangentSpace, assemble, stack, sym
 from quotient_nets.tangent_space import UNKNOWN_PATH, PathGradient, written
 
 
@@ -51,15 +51,13 @@ class InvariantTangentSpace(FactorTangentSpace):
         return super().inner(c, d)
 
     @override
-    def project(self, c: Tensor) -> Tensor:
-        cg, ch = self.split(c)
-        t, scale = self.ratio, 1 + self.ratio.square()
+    def vertical(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = inverse_action(left, self.defect_g), inverse_action(right, self.defect_h)
         # z is the transpose of zeta: the vertical part of c is (-g zeta, h s zeta^T s^{-1})
-        k = inverse_action(gram(self.h, ch), self.defect_h)
-        rhs = t * k - inverse_action(gram(self.g, cg), self.defect_g).mT
+        rhs, scale = self.ratio * right - left.mT, 1 + self.ratio.square()
         exact = self.defect_g is None
         z = rhs / scale if exact else solve_by_correction(self._vertical_gram, scale, rhs, CORRECTIONS)
-        return stack(add_product(cg, self.g, z.mT), add_product(ch, self.h, t * z, -1.0))
+        return z.mT, -self.ratio * z
 
     def _vertical_gram(self, z: Tensor) -> Tensor:
         """Left side of the equation that a vertical part obeys; ``(1 + t^2) z`` where both defects vanish."""
@@ -76,9 +74,8 @@ class InvariantTangentSpace(FactorTangentSpace):
         return self.project(e)
 
     @override
-    def steps(self, path: str, cg: Tensor, ch: Tensor, radius: float | None) -> tuple[Tensor, Tensor]:
-        step_g = _step(path, self.g, cg, self.defect_g, self.frame.push_g, radius)
-        return step_g, _step(path, self.h, ch, self.defect_h, self.frame.push_h, radius)
+    def steps(self, path: str, cg: Tensor, ch: Tensor, radius: float | None) -> list[tuple[Tensor, Tensor]]:
+        return [_step(path, self.g, cg, self.defect_g, radius), _step(path, self.h, ch, self.defect_h, radius)]
 
     @override
     def follow(
@@ -139,22 +136,22 @@ class InvariantTangentSpace(FactorTangentSpace):
         core = inverse_action(gram(self.g, right).mT, self.defect_g).mT
         s = self.frame.spectrum.unsqueeze(-2)
         share = self.ratio / (s * (1 + self.ratio.square()))  # s_i / (s_i^2 + s_j^2)
-        cg = add_product(right / s, self.g, core * (share.mT - 1 / s))
-        ch = add_product(left / s, self.h, core.mT * (share.mT - 1 / s))
-        return self.project(stack(cg, ch))
+        along = share.mT - 1 / s
+        c = assemble((right, 1 / s, self.g, core * along), (left, 1 / s, self.h, core.mT * along))
+        return c if self.defect_g is None else self.project(c)
 
     @override
     def hessian(self, e: Tensor, de: Tensor, c: Tensor) -> Tensor:
         parts = zip((self.g, self.h), (self.defect_g, self.defect_h), *map(self.split, (e, de, c)), strict=True)
-        return self.project(stack(*(_factor_hessian(*part) for part in parts)))
+        return self.project(assemble(*(_factor_hessian(*part) for part in parts)))
 
 
 def _pairs(function: Callable[[Tensor, Tensor], Tensor], left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
     return torch.stack(tuple(map(function, left, right)))
 
 
-def _step(path: str, g: Tensor, c: Tensor, defect: Tensor | None, push: Tensor, radius: float | None) -> Tensor:
-    """Displacement of one factor: ``(c + g m1 + c m2) push`` with the coefficients of the path.
+def _step(path: str, g: Tensor, c: Tensor, defect: Tensor | None, radius: float | None) -> tuple[Tensor, Tensor]:
+    """Coefficients ``(m1, m2)`` of the displacement ``c + g m1 + c m2`` of one factor.
 
     Raises:
         ValueError: There is no path of this name.
@@ -167,12 +164,10 @@ def _step(path: str, g: Tensor, c: Tensor, defect: Tensor | None, push: Tensor, 
         a_star = inverse_action(a, defect).mT
         a, b = inverse_action(a.mT, defect).mT, inverse_action(b, defect).mT
     if path == "expmap":
-        m1, m2 = velocity_exponential(a, a_star, b, radius)
-    elif path == "second_order":
-        m1, m2 = -b / 2, (a + a_star) / 2
-    else:
-        raise ValueError(UNKNOWN_PATH.format(path))
-    return times(c, push) + times(g, times(m1, push)) + times(c, times(m2, push))
+        return velocity_exponential(a, a_star, b, radius)
+    if path == "second_order":
+        return -b / 2, (a + a_star) / 2
+    raise ValueError(UNKNOWN_PATH.format(path))
 
 
 def _coefficients(path: str, a: Tensor, b: Tensor, radius: float | None) -> tuple[Tensor, Tensor, Pullback]:
@@ -192,11 +187,13 @@ def _coefficients(path: str, a: Tensor, b: Tensor, radius: float | None) -> tupl
     return -b / 2, (a + a.mT) / 2, pullback
 
 
-def _factor_hessian(g: Tensor, defect: Tensor | None, e: Tensor, de: Tensor, c: Tensor) -> Tensor:
-    """Covariant derivative along ``c`` of the gradient ``e S`` of one factor with ``S = g^T g``."""
+def _factor_hessian(g: Tensor, defect: Tensor | None, e: Tensor, de: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    """Covariant derivative along ``c`` of the gradient ``e S`` of one factor with ``S = g^T g``, for ``assemble``."""
+    if defect is None:
+        return de, e, sym(gram(g, c)), c, -sym(gram(g, e)), g, sym(gram(c, e))
     square = gram(g, g)
     gradient = times(e, square)
     change = times(de, square) + 2 * times(e, sym(gram(c, g)))
     connection = times(inverse_action(gradient, defect), sym(gram(g, c)))
     connection = connection + times(inverse_action(c, defect), sym(gram(g, gradient)))
-    return change - connection + times(inverse_action(g, defect), sym(gram(c, gradient)))
+    return change - connection, inverse_action(g, defect), sym(gram(c, gradient))

@@ -107,7 +107,7 @@ class FixedRankMatrices(QuotientManifold):
     def proju(self, x: Tensor, u: Tensor) -> Tensor:
         """Horizontal part of an ambient vector: elementwise between orthonormal frames, no Sylvester solver."""
         space = self._at(x)
-        return space.vector(space.project(space.coordinates(u))).to(x.dtype)
+        return space.project_vector(u).to(x.dtype)
 
     @override
     def egrad2rgrad(self, x: Tensor, u: Tensor) -> Tensor:

@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from quotient_nets.linalg import Frame, at_least_single, column_signs, gram, is_differentiated, random_orthogonal, solve
+from quotient_nets.linalg import (
+    Frame,
+    at_least_single,
+    column_signs,
+    gram,
+    is_differentiated,
+    is_finite,
+    random_orthogonal,
+    solve,
+    times,
+)
 from quotient_nets.manifolds.factor_tangent import Terms, sym
 from quotient_nets.manifolds.matrices import FixedRankMatrices
 from quotient_nets.manifolds.paths import invariant_chords
@@ -105,15 +115,19 @@ class PolarFixedRank(FixedRankMatrices):
         x = at_least_single(x.detach())
         u, b, v = self.unpack_tensor(x)
         square = sym(b.double())
-        finite = x.isfinite().all(dim=(-2, -1), keepdim=True)
-        values, vectors = torch.linalg.eigh(torch.where(finite, square, 0.0))
-        s, p = values.flip(-1), vectors.flip(-1)
+        finite = is_finite(x)
+        square = torch.where(finite, square, 0.0)
+        if x.shape[-1] == 1:
+            s, p = square.squeeze(-1), torch.ones_like(square)
+        else:
+            values, vectors = torch.linalg.eigh(square)
+            s, p = values.flip(-1), vectors.flip(-1)
         floor = 10 * max(self.n, self.m) * torch.finfo(s.dtype).eps
         full = finite & (s.narrow(-1, -1, 1).unsqueeze(-1) > floor * torch.linalg.matrix_norm(square, keepdim=True))
         # As for pairs of factors: no number for an element that is no point.
         valid = torch.where(full, 1.0, math.nan).to(s.dtype)
-        p = (p * column_signs(u.double() @ p) * valid).to(x.dtype)
-        return Frame(u @ p, v @ p, (s * valid.squeeze(-1)).to(x.dtype), p, p, p.mT, p.mT)
+        p = (p * column_signs(u, p) * valid).to(x.dtype)
+        return Frame(times(u, p), times(v, p), (s * valid.squeeze(-1)).to(x.dtype), p, p, p.mT, p.mT)
 
     @override
     def from_frame(self, g: Tensor, s: Tensor, h: Tensor) -> Tensor:
@@ -142,12 +156,12 @@ class PolarFixedRank(FixedRankMatrices):
     @override
     def point_factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
         u, b, v = self.unpack_tensor(x)
-        return u @ b, v
+        return times(u, b), v
 
     @override
     def tangent_factors(self, x: Tensor, u: Tensor) -> Terms:
         (left, b, right), (du, db, dv) = self.unpack_tensor(x), self.unpack_tensor(u)
-        return [(du @ b + left @ db, right), (left @ b, dv)]
+        return [(times(du, b) + times(left, db), right), (times(left, b), dv)]
 
     @override
     def retr(self, x: Tensor, u: Tensor) -> Tensor:

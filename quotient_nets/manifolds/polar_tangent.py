@@ -24,11 +24,13 @@ from quotient_nets.linalg import (
     solve_by_correction,
     times,
     times_transposed,
+    transposed,
 )
 from quotient_nets.manifolds.exponential import velocity_exponential
-from quotient_nets.manifolds.factor_tangent import MatrixTangentSpace, sym
+from quotient_nets.manifolds.factor_tangent import MatrixTangentSpace, assemble, sym
 from quotient_nets.tangent_space import UNKNOWN_PATH
 
+Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
@@ -77,19 +79,18 @@ class PolarTangentSpace(MatrixTangentSpace):
     @override
     def coordinates(self, u: Tensor) -> Tensor:
         zu, zb, zv = self.split(u)
-        return torch.cat([times(zu, self.frame.pull_g), self._whiten(zb), times(zv, self.frame.pull_h)], dim=-2)
+        return assemble((zu, self.frame.pull_g), (self._whiten(zb),), (zv, self.frame.pull_h))
 
     @override
     def vector(self, c: Tensor) -> Tensor:
         a, beta, c = self.split(c)
-        parts = times_transposed(a, self.frame.pull_g), self._blacken(beta), times_transposed(c, self.frame.pull_h)
-        return torch.cat(parts, dim=-2)
+        return assemble((a, transposed(self.frame.pull_g)), (self._blacken(beta),), (c, transposed(self.frame.pull_h)))
 
     @override
     def pull_gradient(self, e: Tensor) -> Tensor:
         eu, eb, ev = self.split(e)
         beta = gram(self.frame.pull_g, times(eb, self.frame.pull_g)) * self.mean
-        return torch.cat([times(eu, self.frame.pull_g), beta, times(ev, self.frame.pull_h)], dim=-2)
+        return assemble((eu, self.frame.pull_g), (beta,), (ev, self.frame.pull_h))
 
     def _divide(self, beta: Tensor) -> Tensor:
         r""":math:`E^{-1} \beta E^{-1}` for the whitened ``B``, ``E``, which is the identity in value."""
@@ -107,13 +108,36 @@ class PolarTangentSpace(MatrixTangentSpace):
         return super().inner(c, d)
 
     @override
+    def project_vector(self, u: Tensor) -> Tensor:
+        if self.defect is not None:
+            return self.vector(self.project(self.coordinates(u)))
+        zu, zb, zv = self.split(u)
+        pull = self.frame.pull_g
+        left, right = (times(gram(basis, z), pull) for basis, z in ((self.g, zu), (self.h, zv)))
+        along_u, beta, along_v = self._normal(left, self._whiten(zb), right)
+        return assemble(
+            (zu, self.g, times_transposed(along_u, pull)),
+            (self._blacken(beta),),
+            (zv, self.h, times_transposed(along_v, pull)),
+        )
+
+    def _normal(self, left: Tensor, beta: Tensor, right: Tensor) -> Triple:
+        """What is added along ``g``, the middle, and what is added along ``h``, from the components along both."""
+        beta = sym(beta)
+        w = (beta * self.gap - skew(left) - skew(right)) / (2 + self.gap.square())
+        return w - sym(left), beta - w * self.gap, w - sym(right)
+
+    @override
     def project(self, c: Tensor) -> Tensor:
         a, beta, b = self.split(c)
+        if self.defect is None:
+            along_u, beta, along_v = self._normal(gram(self.g, a), beta, gram(self.h, b))
+            return assemble((a, self.g, along_u), (beta,), (b, self.h, along_v))
+        beta, scale = sym(beta), 2 + self.gap.square()
         # First on the tangent vectors of the total space, then on the horizontal ones.
-        a, beta, b = _tangent(self.g, a), sym(beta), _tangent(self.h, b)
+        a, b = _tangent(self.g, a), _tangent(self.h, b)
         rhs = self._adjoint(self._divide(beta)) - skew(gram(self.g, a)) - skew(gram(self.h, b))
-        scale = 2 + self.gap.square()
-        w = rhs / scale if self.defect is None else solve_by_correction(self._vertical_gram, scale, rhs, CORRECTIONS)
+        w = solve_by_correction(self._vertical_gram, scale, rhs, CORRECTIONS)
         return torch.cat([a + times(self.g, w), beta - self._commutator(w), b + times(self.h, w)], dim=-2)
 
     def _commutator(self, w: Tensor) -> Tensor:
@@ -149,16 +173,21 @@ class PolarTangentSpace(MatrixTangentSpace):
     def move(self, c: Tensor, path: str, radius: float | None = None) -> Tensor:
         a, beta, b = self.split(c)
         if path == "expmap":
-            step_g, step_h = _rotation(self.g, a, radius), _rotation(self.h, b, radius)
+            left, right = _rotation(self.g, a, radius), _rotation(self.h, b, radius)
             eye = torch.eye(beta.shape[-1], dtype=torch.float64, device=beta.device)
             growth = matrix_exp(inverse_action(beta, self.defect).double()) - eye
             growth = sym(gram_action(growth.to(beta.dtype), self.defect))
         elif path in {"retr", "second_order"}:
-            step_g, step_h = _retraction(self.g, a), _retraction(self.h, b)
+            left, right = _retraction(self.g, a), _retraction(self.h, b)
             growth = beta + times(inverse_action(beta, self.defect), beta) / 2
         else:
             raise ValueError(UNKNOWN_PATH.format(path))
-        return self.x + self.vector(torch.cat([step_g, growth, step_h], dim=-2))
+        u, core, v = self.split(self.x)
+        rows = zip((u, v), (self.g, self.h), (a, b), (self.frame.pull_g, self.frame.pull_h), (left, right), strict=True)
+        first, last = (
+            (y, g, times_transposed(m1, pull), step, times_transposed(m2, pull)) for y, g, step, pull, (m1, m2) in rows
+        )
+        return assemble(first, (core + self._blacken(growth),), last)
 
     @override
     def lift(self, right: Tensor, left: Tensor) -> Tensor:
@@ -177,9 +206,8 @@ class PolarTangentSpace(MatrixTangentSpace):
         square = self.s.square()
         beta = (core + core.mT) * self.mean / (square + square.mT)
         difference, total = (core - core.mT) / (self.s + self.s.mT), beta * self.gap
-        a = (right - times(self.g, core)) / self.s + times(self.g, total + difference) / 2
-        b = (left - times(self.h, core.mT)) / self.s + times(self.h, total - difference) / 2
-        return torch.cat([a, beta, b], dim=-2)
+        along_g, along_h = (total + difference) / 2 - core / self.s, (total - difference) / 2 - core.mT / self.s
+        return assemble((right, 1 / self.s, self.g, along_g), (beta,), (left, 1 / self.s, self.h, along_h))
 
     def terms(self, c: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The tangent matrix of ``c`` as a sum of products of factors."""
@@ -206,22 +234,22 @@ def _tangent(g: Tensor, a: Tensor) -> Tensor:
     return a - times(g, sym(gram(g, a)))
 
 
-def _rotation(g: Tensor, a: Tensor, radius: float | None) -> Tensor:
-    """Displacement of ``g`` along the geodesic of the Stiefel manifold with the Euclidean metric.
+def _rotation(g: Tensor, a: Tensor, radius: float | None) -> Pair:
+    """End ``g + g m1 + a m2`` of the geodesic of the Stiefel manifold with the Euclidean metric.
 
     Edelman, Arias and Smith (1998); the same matrix functions as for the invariant metric, whose geodesics have a
     velocity that is symmetric along the factor where this one is skew-symmetric.
     """
     along = gram(g, a)
     m1, m2 = velocity_exponential(along, along.mT, gram(a, a), radius)
-    return a + times(g, m1) + times(a, m2)
+    return m1, m2 + torch.eye(m2.shape[-1], dtype=m2.dtype, device=m2.device)
 
 
-def _retraction(g: Tensor, a: Tensor) -> Tensor:
-    """Displacement of ``g`` to the polar factor of ``g + a``."""
+def _retraction(g: Tensor, a: Tensor) -> Pair:
+    """The polar factor ``g + g m1 + a m2`` of ``g + a``."""
     along = gram(g, a)
     m = _inverse_root(along + along.mT + gram(a, a))
-    return a + times(g, m) + times(a, m)
+    return m, m + torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
 
 
 def _inverse_root(n: Tensor) -> Tensor:

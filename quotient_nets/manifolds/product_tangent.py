@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from quotient_nets.linalg import (
     Frame,
-    add_product,
     gram,
     gram_action,
     inverse_action,
@@ -27,8 +26,9 @@ from quotient_nets.linalg import (
     lu_solve,
     solve_right,
     times,
+    transposed,
 )
-from quotient_nets.manifolds.factor_tangent import FactorTangentSpace, stack, sym
+from quotient_nets.manifolds.factor_tangent import FactorTangentSpace, assemble, stack, sym
 from quotient_nets.manifolds.integrate import integrate
 from quotient_nets.manifolds.rank_one import Cone
 from quotient_nets.tangent_space import UNKNOWN_PATH
@@ -45,23 +45,30 @@ class ProductTangentSpace(FactorTangentSpace):
 
     def __init__(self, x: Tensor, n: int, frame: Frame, *, differentiable: bool = False):
         super().__init__(x, n, frame, differentiable=differentiable)
-        self.pull = _transposed(frame.push_h), _transposed(frame.push_g)
-        self.push = _transposed(frame.pull_h), _transposed(frame.pull_g)
+        self.pull = transposed(frame.push_h), transposed(frame.push_g)
+        self.push = transposed(frame.pull_h), transposed(frame.pull_g)
         self.s = frame.spectrum.unsqueeze(-2)
 
     @override
-    def project(self, c: Tensor) -> Tensor:
-        cg, ch = self.split(c)
-        left, right = self.cores(cg, ch)
+    def vertical(self, left: Tensor, right: Tensor) -> Pair:
+        left, right = self._components(left, right)
         half = (right.mT - left) / 2
-        return stack(add_product(cg, self.g, half), add_product(ch, self.h, half.mT, -1.0))
+        return half, -half.mT
+
+    def cores(self, cg: Tensor, ch: Tensor) -> Pair:
+        """Components along the frame, ``g^T c_g`` and ``h^T c_h``."""
+        return self._components(gram(self.g, cg), gram(self.h, ch))
+
+    def _components(self, left: Tensor, right: Tensor) -> Pair:
+        """Components by least squares where the frame is not exact."""
+        return inverse_action(left.mT, self.defect_g).mT, inverse_action(right.mT, self.defect_h).mT
 
     @override
     def lift(self, right: Tensor, left: Tensor) -> Tensor:
         right = inverse_action(right, self.defect_h)
         left = inverse_action(left, self.defect_g)
-        core = inverse_action(gram(self.g, right).mT, self.defect_g).mT / 2
-        return stack(add_product(right, self.g, core, -1.0), add_product(left, self.h, core.mT, -1.0))
+        core = inverse_action(gram(self.g, right).mT, self.defect_g).mT / -2
+        return assemble((right, self.g, core), (left, self.h, core.mT))
 
     @override
     def gradient(self, e: Tensor) -> Tensor:
@@ -77,16 +84,12 @@ class ProductTangentSpace(FactorTangentSpace):
         """Second derivatives of both factors along a geodesic, in the bases in which their coefficients are given."""
 
     @override
-    def steps(self, path: str, cg: Tensor, ch: Tensor, radius: float | None) -> tuple[Tensor, Tensor]:
+    def steps(self, path: str, cg: Tensor, ch: Tensor, radius: float | None) -> list[Pair]:
         if path == "second_order":
-            pairs = [(m1 / 2, m2 / 2) for m1, m2 in self.taylor(cg, ch)]
-        elif path == "expmap":
-            pairs = self._geodesic(cg, ch)
-        else:
-            raise ValueError(UNKNOWN_PATH.format(path))
-        rows = zip((self.g, self.h), (cg, ch), pairs, self.push, strict=True)
-        step_g, step_h = (times(add_product(add_product(c, g, m1), c, m2), push) for g, c, (m1, m2), push in rows)
-        return step_g, step_h
+            return [(m1 / 2, m2 / 2) for m1, m2 in self.taylor(cg, ch)]
+        if path == "expmap":
+            return self._geodesic(cg, ch)
+        raise ValueError(UNKNOWN_PATH.format(path))
 
     def _geodesic(self, cg: Tensor, ch: Tensor) -> list[Pair]:
         r"""Coefficients as of :meth:`taylor`, of what the geodesic has beyond its velocity.
@@ -203,7 +206,7 @@ class FrobeniusTangentSpace(ProductTangentSpace):
         # The horizontal part has the mean of both cores, of which a half is taken away.
         left, right = self.cores(eg, eh)
         mean = (left + right.mT) / 4
-        return stack(add_product(eg, self.g, left - mean, -1.0), add_product(eh, self.h, right - mean.mT, -1.0))
+        return assemble((eg, self.g, mean - left), (eh, self.h, mean.mT - right))
 
     @override
     def taylor(self, bg: Tensor, bh: Tensor) -> tuple[Pair, Pair]:
@@ -242,8 +245,3 @@ class FrobeniusTangentSpace(ProductTangentSpace):
         core = inverse_action(core.mT, self.defect_g).mT
         own, other = self.cores(rg, rh)
         return stack(rg - times(self.g, own - core / 2), rh - times(self.h, other - core.mT / 2))
-
-
-def _transposed(b: Tensor) -> Tensor:
-    """Transpose of a transform; one that is a row of scales is diagonal."""
-    return b if b.shape[-2] == 1 else b.mT

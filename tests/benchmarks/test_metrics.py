@@ -43,12 +43,12 @@ def point(manifold: FixedRankMatrices, count: int, rank: int, dtype: torch.dtype
 
 
 def products(g: Tensor, count: int) -> Callable[[], None]:
-    """``count`` products ``(r x n)(n x r)`` or ``(n x r)(r x r)`` for each of the two factors."""
+    """``count`` products ``(r x n)(n x r)``, or ``(n x r)(r x r)`` added to a factor, for each of the two factors."""
     small = torch.randn(len(g), g.shape[-1], g.shape[-1], dtype=g.dtype)
 
     def run() -> None:
         for i in range(2 * count):
-            g.mT @ g if i % 2 else g @ small
+            g.mT @ g if i % 2 else torch.baddbmm(g, g, small)
 
     return run
 
@@ -114,10 +114,13 @@ def test_factors_of_rank_one_against_a_loop_over_pymanopt(report: Callable[[str]
     starts, ends, vectors = ([t[i].double().numpy() for i in loop] for t in (x, y, u))
     triples, others = ([to_svd_triple(m, each) for each in points] for points in (starts, ends))
     tangents = [to_svd_tangent(m, *row) for row in zip(starts, triples, vectors, strict=True)]
+    dense = list(np.random.default_rng(0).normal(size=(len(loop), size, size)))
     back = from_svd_tangent(m, starts[0], triples[0], tangents[0])
     np.testing.assert_allclose(back, vectors[0], rtol=0, atol=1e-5)  # the same vectors on both sides
     references = {
         "inner": over(theirs.inner_product, triples, tangents, tangents),
+        "projection": over(theirs.projection, triples, dense),
+        "gradient": over(theirs.euclidean_to_riemannian_gradient, triples, triples),
         "retraction": over(theirs.retraction, triples, tangents),
         "transport": over(theirs.transport, triples, others, tangents),
     }
@@ -128,8 +131,12 @@ def test_factors_of_rank_one_against_a_loop_over_pymanopt(report: Callable[[str]
         m = metric(size, size)
         x, y = point(m, count, 1, dtype), point(m, count, 1, dtype)
         u, v = (m.proju(x, 0.1 * torch.randn_like(x)) for _ in range(2))
+        e = torch.randn_like(x)
         ours: dict[str, tuple[str, Callable[[], object]]] = {
             "inner": ("inner", lambda m=m, x=x, u=u, v=v: m.inner(x, u, v)),
+            "proju": ("projection", lambda m=m, x=x, e=e: m.proju(x, e)),
+            "egrad2rgrad": ("gradient", lambda m=m, x=x, e=e: m.egrad2rgrad(x, e)),
+            "retr": ("retraction", lambda m=m, x=x, u=u: m.retr(x, u)),
             "second_order": ("retraction", lambda m=m, x=x, u=u: m.second_order(x, u)),
             "expmap": ("retraction", lambda m=m, x=x, u=u: m.expmap(x, u, check=False)),
             "transp": ("transport", lambda m=m, x=x, y=y, v=v: m.transp(x, y, v)),
