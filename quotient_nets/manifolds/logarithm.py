@@ -35,7 +35,7 @@ TOLERANCE = 1e-9  # of the end point, relative to the target, in the Frobenius n
 SIMILAR = 0.1  # relative difference of lengths of short paths, and of a geodesic and its short path
 TRIES = 3  # of the shortest paths
 SURE = 0.25  # share of the reach at rank one below which the first geodesic found is taken for the shortest
-BUDGET = 2**25  # entries of all Jacobians of a batch that is solved at once
+BUDGET = 2**22  # entries of all Jacobians of a batch that is solved at once: fresh memory costs as much as arithmetic
 
 
 @dataclass(frozen=True)
