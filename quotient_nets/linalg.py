@@ -58,7 +58,13 @@ def add_product(y: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, *, out: Ten
 
 
 def at_least_single(x: Tensor) -> Tensor:
-    """``x``, in float32 if it is in half precision."""
+    """``x``, in float32 if it is in half precision.
+
+    Raises:
+        TypeError: ``x`` holds no real floating point numbers.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"expected a tensor of real floating point numbers, got {x.dtype}. Convert it: `x.double()`.")
     return x.float() if x.dtype.itemsize < 4 else x
 
 

@@ -113,6 +113,10 @@ class TangentSpace(ABC):
         """Riemannian norm, ``(*batch, 1, ..., 1)``."""
         return self.inner(c, c).clamp_min(0).sqrt()
 
+    def total_norm(self, c: Tensor) -> Tensor:
+        """Norm of coordinates that need not be horizontal; differs where the metric has no length for the others."""
+        return self.norm(c)
+
     def random(self, generator: torch.Generator | None = None) -> Tensor:
         """Unit tangent vector, in coordinates; uniform on the sphere where these are orthonormal."""
         device = None if generator is None else generator.device
@@ -127,7 +131,7 @@ class TangentSpace(ABC):
 
     def certificates(self, c: Tensor) -> dict[str, Tensor]:
         """Figures by which a reader can judge a result that was found with ``c``: name -> value for each point."""
-        residual = self.norm(c - self.project(c)) / self.norm(c)
+        residual = self.total_norm(c - self.project(c)) / self.total_norm(c)
         return {"horizontality_residual": residual.reshape(self.batch)}
 
 

@@ -174,8 +174,10 @@ class QuotientManifold(geoopt.Manifold):
     def _check_vector_on_tangent(
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
-        residual = self.norm(x, u - self.proju(x, u))
-        if bool((residual <= atol + rtol * self.norm(x, u)).all()):
+        space = self.at(x)
+        c = space.coordinates(u)
+        residual = space.total_norm(c - space.project(c))
+        if bool((residual <= atol + rtol * space.total_norm(c)).all()):
             return True, None
         return False, (
             f"expected horizontal vectors, orthogonal to the orbit of `x`; the vertical part of `u` has norm up to "

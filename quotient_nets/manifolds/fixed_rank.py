@@ -74,6 +74,7 @@ class FixedRank(FixedRankMatrices):
 
     def unpack_tensor(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Factors ``(G, H)`` of a point, as views."""
+        self._refuse_shape(x)
         g, h = x.split([self.n, self.m], dim=-2)
         return g, h
 

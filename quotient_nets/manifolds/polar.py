@@ -90,6 +90,7 @@ class PolarFixedRank(FixedRankMatrices):
 
     def unpack_tensor(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Factors ``(U, B, V)`` of a point, as views."""
+        self._refuse_shape(x)
         u, b, v = x.split([self.n, x.shape[-1], self.m], dim=-2)
         return u, b, v
 

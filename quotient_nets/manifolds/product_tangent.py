@@ -99,12 +99,15 @@ class ProductTangentSpace(FactorTangentSpace):
         """
         if cg.shape[-1] == 1:
             return self.cone.exponential(self.g, self.h, cg, ch, self.s)
+        # In units of the largest singular value nothing overflows.
+        unit = self.s.narrow(-1, 0, 1)
+        cg, ch, spectrum = cg / unit, ch / unit, self.s / unit
         # Both sides in one batch, (..., 2, 2r, r): the matrices are small, and half the calls is half the time.
         dtype, sides = cg.dtype, []
         for basis, c in ((self.g, cg), (self.h, ch)):
             both = torch.cat([basis.expand_as(c), c], dim=-1).double()
             sides.append(gram(both, both))
-        root = self.s.double().sqrt()
+        root = spectrum.double().sqrt()
         batch = torch.broadcast_shapes(*(k.shape[:-2] for k in sides), root.shape[:-2])
         grams = torch.stack([k.expand(*batch, *k.shape[-2:]) for k in sides], dim=-3)
         grams = grams.reshape(-1, *grams.shape[-3:])
@@ -122,7 +125,7 @@ class ProductTangentSpace(FactorTangentSpace):
         end = integrate(rate, first, tolerance=self.accuracy).select(1, 0) * root
         m1, m2 = end.reshape(*batch, *end.shape[-3:]).split(root.shape[-1], dim=-2)
         m2 = m2 - torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
-        return [(m1.select(-3, i).to(dtype), m2.select(-3, i).to(dtype)) for i in range(2)]
+        return [(unit * m1.select(-3, i).to(dtype), m2.select(-3, i).to(dtype)) for i in range(2)]
 
 
 class Factors(NamedTuple):
@@ -198,6 +201,11 @@ class FrobeniusTangentSpace(ProductTangentSpace):
         mixed = mixed + (gram(self.g, dg) * gram(ch, self.h)).sum((-2, -1), keepdim=True)
         cg, ch = gram_action(cg, self.defect_h), gram_action(ch, self.defect_g)
         return super().inner(stack(cg, ch), d) + mixed
+
+    @override
+    def total_norm(self, c: Tensor) -> Tensor:
+        """Norm of the coordinates: the metric has length zero for all vertical vectors."""
+        return super().inner(c, c).sqrt()
 
     @override
     def gradient(self, e: Tensor) -> Tensor:

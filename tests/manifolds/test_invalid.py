@@ -5,7 +5,17 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from quotient_nets.manifolds import AdaptiveEuclidean, ComplexRankOne, FixedRankMatrices, InvariantFixedRank
+from quotient_nets.manifolds import (
+    AdaptiveEuclidean,
+    ComplexRankOne,
+    EmbeddedFixedRank,
+    FixedRank,
+    FixedRankMatrices,
+    InvariantFixedRank,
+    PolarFixedRank,
+    PreconditionedFixedRank,
+    PSDFixedRank,
+)
 from tests.cases import FIXED_RANK_OPERATIONS, Operation, draw, each_operation
 
 USE_A_FRAME = [op for op in FIXED_RANK_OPERATIONS if op.method != "retr"]
@@ -159,3 +169,41 @@ def test_an_unknown_path_is_refused() -> None:
         space = manifold.at(x)
         with pytest.raises(ValueError, match=r"expected a path 'retr'.* got 'shortcut'"):
             space.move(space.origin(), "shortcut")
+
+
+@pytest.mark.parametrize("metric", [InvariantFixedRank, PreconditionedFixedRank, EmbeddedFixedRank])
+def test_vertical_vectors_are_refused_also_where_the_metric_gives_them_no_length(metric: type[FixedRank]) -> None:
+    m, x = metric(4, 3), point()
+    v = m.infinitesimal_action(x, torch.randn(3, 2, 2, dtype=torch.float64))
+    assert m.check_vector_on_tangent(x, m.proju(x, v))
+    assert not m.check_vector_on_tangent(x, v)
+    assert not m.check_vector_on_tangent(x, torch.randn_like(x))
+    space = m.at(x)
+    residual = space.certificates(space.coordinates(v))["horizontality_residual"]
+    assert_close(residual, torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "manifold", [InvariantFixedRank(4, 3), PolarFixedRank(3, 2), PSDFixedRank(7), ComplexRankOne(4, 3)]
+)
+def test_integers_are_refused_by_name(manifold: geoopt.Manifold) -> None:
+    x = torch.ones(7, 2, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"floating point numbers, got torch\.int64\. Convert it"):
+        manifold.proju(x, x)
+
+
+@pytest.mark.parametrize("manifold", [InvariantFixedRank(4, 3), PolarFixedRank(3, 2)])
+def test_operations_refuse_a_wrong_shape(manifold: geoopt.Manifold) -> None:
+    x = torch.ones(8, 2)
+    with pytest.raises(ValueError, match=r"FixedRank\(\d, \d\): `x` must have shape .* got \(8, 2\)\. Build it with"):
+        manifold.proju(x, x)
+
+
+@pytest.mark.parametrize("metric", [InvariantFixedRank, PreconditionedFixedRank, EmbeddedFixedRank])
+@pytest.mark.parametrize("scale", [1e-70, 1e-6, 1e6, 1e70])
+def test_geodesics_do_not_depend_on_the_unit(metric: type[FixedRank], scale: float) -> None:
+    m, x = metric(4, 3), point()
+    u = m.proju(x, torch.randn_like(x))
+    u = u * (0.5 * m.exponential_radius(x).clamp_max(1.0) / m.norm(x, u))[:, None, None]
+    expected = m.product(m.expmap(x, u))
+    assert_close(m.product(m.expmap(scale * x, scale * u)) / scale**2, expected, rtol=1e-12, atol=1e-13)
