@@ -169,8 +169,9 @@ def balanced_frame(g: Tensor, h: Tensor) -> Frame:
 def _frame(g: Tensor, h: Tensor) -> Frame:
     dtype = g.dtype
     g, h = g.double(), h.double()
-    qg, rg = torch.linalg.qr(g)
-    qh, rh = torch.linalg.qr(h)
+    # G R^-1 is orthonormal up to cond(G) rounding units of float64: enough for float32, and the cheaper half of a QR.
+    mode = "reduced" if dtype == torch.float64 else "r"
+    (qg, rg), (qh, rh) = (torch.linalg.qr(factor, mode=mode) for factor in (g, h))
     core = rg @ rh.mT
     # LAPACK's decomposition refuses a whole batch for one NaN; the element gets its NaN back below.
     finite = is_finite(core)
@@ -182,13 +183,13 @@ def _frame(g: Tensor, h: Tensor) -> Frame:
     # Below the floor the last columns would be rounding noise: no number is better than a plausible one.
     valid = torch.where(full, 1.0, math.nan).to(g.dtype)
     s = s * valid.squeeze(-1)
-    qg, qh = qg @ u, qh @ v
-    sign = column_signs(qg) * valid
-    u, v = u * sign, v * sign
     # Triangular solves, not products with 1/s: their error grows with cond(G), not with cond(G) cond(X).
     pull_g = torch.linalg.solve_triangular(rg, u, upper=True)
+    sign = column_signs(g, pull_g) * valid
+    u, v, pull_g = u * sign, v * sign, pull_g * sign
     pull_h = torch.linalg.solve_triangular(rh, v, upper=True)
-    parts = (qg * sign, qh * sign, s, pull_g, pull_h, u.mT @ rg, v.mT @ rh)
+    bases = (qg @ u, qh @ v) if mode == "reduced" else (g @ pull_g, h @ pull_h)
+    parts = (*bases, s, pull_g, pull_h, u.mT @ rg, v.mT @ rh)
     return Frame(*(part.to(dtype) for part in parts))
 
 
