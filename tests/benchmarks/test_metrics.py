@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quotient_nets.interop import from_svd_tangent, to_svd_tangent, to_svd_triple
+from quotient_nets.linalg import add_product, gram
 from quotient_nets.manifolds import (
     EmbeddedFixedRank,
     FixedRankMatrices,
@@ -29,8 +30,8 @@ METRICS: list[type[FixedRankMatrices]] = [
     EmbeddedFixedRank,
     PolarFixedRank,
 ]
-ROWS, RANK, CHUNK = 768, 64, 12
-EVERY = 16  # of 4096 pairs every 16th goes through pymanopt; the time is multiplied
+SIZES = {"64": (768, 64, 12, 1), "1": (64, 1, 4096, 16)}
+"""For a rank: rows of both factors, rank, pairs, and how many of these to one that goes through pymanopt."""
 both_types = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 
 
@@ -48,7 +49,7 @@ def products(g: Tensor, count: int) -> Callable[[], None]:
 
     def run() -> None:
         for i in range(2 * count):
-            g.mT @ g if i % 2 else torch.baddbmm(g, g, small)
+            gram(g, g) if i % 2 else add_product(g, g, small)
 
     return run
 
@@ -63,103 +64,91 @@ def over(function: Callable[..., object], *columns: list) -> Callable[[], None]:
     return run
 
 
-@both_types
-@pytest.mark.parametrize("metric", METRICS)
-def test_operations_against_bare_products(
-    report: Callable[[str], None], metric: type[FixedRankMatrices], dtype: torch.dtype
-) -> None:
-    m = metric(ROWS, ROWS)
-    x, y = point(m, CHUNK, RANK, dtype), point(m, CHUNK, RANK, dtype)
-    space = m.at(x, balanced=True)
-    length = 0.1 * m.exponential_radius(x).clamp_max(1.0)[:, None, None]
-    c, e = space.random() * length, space.random()
-    u, v = space.vector(c), torch.randn_like(x)
-    terms = m.tangent_factors(y, v)
-    g = space.g.contiguous()
-    # Operation at a prepared point, the same on a raw point, and how many products one factor needs.
-    rows: dict[str, tuple[Callable[[], object], Callable[[], object], int]] = {
-        "project": (lambda: space.project(e), lambda: m.proju(x, v), 2),
-        "gradient": (lambda: space.gradient(e), lambda: m.egrad2rgrad(x, v), 2),
-        "second_order": (lambda: space.move(c, "second_order"), lambda: m.second_order(x, u), 4),
-        "transport": (lambda: space.lift(*space.products(terms)), lambda: m.transp(y, x, v), 6),
-        "hessian": (lambda: space.hessian(e, e, c), lambda: m.ehess2rhess(x, v, v, u), 8),
-        "expmap": (lambda: space.move(c, "expmap", 0.1), lambda: m.expmap(x, u, radius=0.1, check=False), 4),
-    }
-    times = side_by_side(
-        {f"{name}, prepared": run for name, (run, _, _) in rows.items()}
-        | {f"{name}, raw": run for name, (_, run, _) in rows.items()}
-        | {f"{count} products": products(g, count) for count in (2, 4, 6, 8)},
-        repeats=3,
-    )
-    result = {
-        name: {
-            "bare s": (bare := times[f"{count} products"]),
-            "products": str(count),
-            "prepared/bare": times[f"{name}, prepared"] / bare,
-            "raw/bare": times[f"{name}, raw"] / bare,
-        }
-        for name, (_, _, count) in rows.items()
-    }
-    report(table(f"{m.name}, {CHUNK} pairs of rank {RANK}, {dtype}", result))
-
-
-@both_types
-def test_factors_of_rank_one_against_a_loop_over_pymanopt(report: Callable[[str], None], dtype: torch.dtype) -> None:
-    count, size = 4096, 64
-    theirs = pymanopt.manifolds.FixedRankEmbedded(size, size, 1)
-    loop = range(0, count, EVERY)
+def embedded_in_pymanopt(size: int, rank: int, count: int, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+    """Operations of pymanopt's ``FixedRankEmbedded``, and of ``PSDFixedRank`` where that has none, pair by pair."""
     m = EmbeddedFixedRank(size, size)
-    x, y = point(m, count, 1, dtype), point(m, count, 1, dtype)
-    u, v = (m.proju(x, 0.1 * torch.randn_like(x)) for _ in range(2))
-    starts, ends, vectors = ([t[i].double().numpy() for i in loop] for t in (x, y, u))
+    theirs = pymanopt.manifolds.FixedRankEmbedded(size, size, rank)
+    x, y = point(m, count, rank, dtype), point(m, count, rank, dtype)
+    u = m.proju(x, 0.1 * torch.randn_like(x))
+    starts, ends, vectors = (list(t.double().numpy()) for t in (x, y, u))
     triples, others = ([to_svd_triple(m, each) for each in points] for points in (starts, ends))
     tangents = [to_svd_tangent(m, *row) for row in zip(starts, triples, vectors, strict=True)]
-    dense = list(np.random.default_rng(0).normal(size=(len(loop), size, size)))
     back = from_svd_tangent(m, starts[0], triples[0], tangents[0])
     np.testing.assert_allclose(back, vectors[0], rtol=0, atol=1e-5)  # the same vectors on both sides
-    references = {
+    dense = list(np.random.default_rng(0).normal(size=(count, size, size)))
+    psd = pymanopt.manifolds.PSDFixedRank(size, rank)
+    arrays = [[array[:size] for array in points] for points in (starts, ends)]
+    return {
         "inner": over(theirs.inner_product, triples, tangents, tangents),
         "projection": over(theirs.projection, triples, dense),
         "gradient": over(theirs.euclidean_to_riemannian_gradient, triples, triples),
         "retraction": over(theirs.retraction, triples, tangents),
         "transport": over(theirs.transport, triples, others, tangents),
+        "PSD log": over(psd.log, *arrays),
+        "PSD dist": over(psd.dist, *arrays),
     }
-    psd = pymanopt.manifolds.PSDFixedRank(size, 1)
-    arrays = [[a[i, :size].double().numpy() for i in loop] for a in (x, y)]
-    references |= {"logarithm": over(psd.log, *arrays), "distance": over(psd.dist, *arrays)}
+
+
+def costs(
+    metric: type[FixedRankMatrices], rank: str, dtype: torch.dtype, references: dict[str, Callable[[], None]]
+) -> str:
+    """Table of one metric: operations at raw and at prepared points, against bare products and against references."""
+    size, r, count, every = SIZES[rank]
+    m = metric(size, size)
+    x, y = point(m, count, r, dtype), point(m, count, r, dtype)
+    space = m.at(x, balanced=True)
+    c, e = space.random() * 0.1 * m.exponential_radius(x).clamp_max(1.0)[:, None, None], space.random()
+    u, v = space.vector(c), torch.randn_like(x)
+    terms = m.tangent_factors(y, v)
+    # On a raw point, at a prepared one, how many products one factor needs, and what pymanopt has for it.
+    rows: dict[str, tuple[Callable[[], object], Callable[[], object] | None, int, str]] = {
+        "inner": (lambda: m.inner(x, u, v), lambda: space.inner(c, e), 1, "inner"),
+        "proju": (lambda: m.proju(x, v), lambda: space.project(e), 2, "projection"),
+        "egrad2rgrad": (lambda: m.egrad2rgrad(x, v), lambda: space.gradient(e), 2, "gradient"),
+        "retr": (lambda: m.retr(x, u), lambda: space.move(c, "retr"), 1, "retraction"),
+        "second_order": (lambda: m.second_order(x, u), lambda: space.move(c, "second_order"), 4, "retraction"),
+        "transp": (lambda: m.transp(y, x, v), lambda: space.lift(*space.products(terms)), 6, "transport"),
+        "ehess2rhess": (lambda: m.ehess2rhess(x, v, v, u), lambda: space.hessian(e, e, c), 8, ""),
+        "expmap": (
+            lambda: m.expmap(x, u, radius=0.1, check=False),
+            lambda: space.move(c, "expmap", 0.1),
+            4,
+            "retraction",
+        ),
+    }
+    if r == 1:
+        rows["logmap"] = (lambda: m.logmap(x, y, check=False), None, 4, "PSD log")
+        rows["dist"] = (lambda: m.dist(x, y), None, 2, "PSD dist")
+    runs = {f"raw {name}": raw for name, (raw, _, _, _) in rows.items()}
+    runs |= {f"prepared {name}": prepared for name, (_, prepared, _, _) in rows.items() if prepared}
+    bare = sorted({number for _, _, number, _ in rows.values()})
+    runs |= {f"bare {number}": products(space.g.contiguous(), number) for number in bare}
+    times = side_by_side(runs | references, repeats=3)
+    result: dict[str, dict[str, float | str]] = {}
+    for name, (_, prepared, number, reference) in rows.items():
+        raw, unit = times[f"raw {name}"], times[f"bare {number}"]
+        result[name] = {"raw ms": 1e3 * raw, "products": str(number), "raw/bare": raw / unit}
+        if prepared:
+            result[name]["prepared/bare"] = times[f"prepared {name}"] / unit
+        if reference:
+            result[name] |= {"pymanopt/raw": every * times[reference] / raw, "its": reference}
+    return table(f"{m.name}, {count} pairs of rank {r}, {dtype}", result)
+
+
+@both_types
+@pytest.mark.parametrize("rank", SIZES)
+def test_operations_against_bare_products_and_pymanopt(
+    report: Callable[[str], None], rank: str, dtype: torch.dtype
+) -> None:
+    size, r, count, every = SIZES[rank]
+    references = embedded_in_pymanopt(size, r, count // every, dtype)
     for metric in METRICS:
-        m = metric(size, size)
-        x, y = point(m, count, 1, dtype), point(m, count, 1, dtype)
-        u, v = (m.proju(x, 0.1 * torch.randn_like(x)) for _ in range(2))
-        e = torch.randn_like(x)
-        ours: dict[str, tuple[str, Callable[[], object]]] = {
-            "inner": ("inner", lambda m=m, x=x, u=u, v=v: m.inner(x, u, v)),
-            "proju": ("projection", lambda m=m, x=x, e=e: m.proju(x, e)),
-            "egrad2rgrad": ("gradient", lambda m=m, x=x, e=e: m.egrad2rgrad(x, e)),
-            "retr": ("retraction", lambda m=m, x=x, u=u: m.retr(x, u)),
-            "second_order": ("retraction", lambda m=m, x=x, u=u: m.second_order(x, u)),
-            "expmap": ("retraction", lambda m=m, x=x, u=u: m.expmap(x, u, check=False)),
-            "transp": ("transport", lambda m=m, x=x, y=y, v=v: m.transp(x, y, v)),
-            "logmap": ("logarithm", lambda m=m, x=x, y=y: m.logmap(x, y, check=False)),
-            "dist": ("distance", lambda m=m, x=x, y=y: m.dist(x, y)),
-        }
-        times = side_by_side({f"{name}, ours": run for name, (_, run) in ours.items()} | references, repeats=3)
-        result = {
-            name: {
-                "ms": 1e3 * times[f"{name}, ours"],
-                "against": reference,
-                "pymanopt/ours": EVERY * times[reference] / times[f"{name}, ours"],
-            }
-            for name, (reference, _) in ours.items()
-        }
-        report(
-            table(f"{m.name}, {count} pairs of rank 1, {dtype}; logarithm and distance against PSDFixedRank", result)
-        )
+        report(costs(metric, rank, dtype, references))
 
 
 @both_types
 def test_semidefinite_matrices_against_a_loop_over_pymanopt(report: Callable[[str], None], dtype: torch.dtype) -> None:
-    for count, size, rank in ((32, ROWS, RANK), (4096, 64, 1)):
+    for count, size, rank in ((32, 768, 64), (4096, 64, 1)):
         ours, theirs = PSDFixedRank(size), pymanopt.manifolds.PSDFixedRank(size, rank)
         x, y = (torch.randn(count, size, rank, dtype=dtype) for _ in range(2))
         u = ours.proju(x, torch.randn_like(x))
