@@ -184,6 +184,16 @@ class QuotientManifold(geoopt.Manifold):
             f"{float(residual.nan_to_num(torch.inf).max()):.3g}, atol={atol}, rtol={rtol}. Project with `proju(x, u)`."
         )
 
+    def _refuse_shape(self, x: Tensor) -> None:
+        """Raise where ``x`` does not have the shape of a point or of an ambient vector.
+
+        Raises:
+            ValueError: The shape that was expected, and the one that came.
+        """
+        ok, reason = cast("Checked", self._check_shape(cast("Any", x.shape), "x"))
+        if not ok:
+            raise ValueError(f"{self.name}: {reason}")
+
     def _refuse_nan(self, result: Tensor, points: Sequence[Tensor], vectors: Sequence[Tensor], expected: str) -> None:
         """Raise where a result is NaN although what it was computed from is finite.
 

@@ -10,7 +10,7 @@ Imports: geoopt, torch, :mod:`quotient_nets.linalg`. Knows nothing of networks.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from quotient_nets.manifolds.logarithm import STARTS, Logarithm, logarithm
 from quotient_nets.manifolds.logarithm_derivative import with_derivatives
 from quotient_nets.manifolds.paths import Chords
 from quotient_nets.manifolds.rank_one import Cone, Cylinder, rank_one_coordinates, sum_of_squares
-from quotient_nets.tangent_space import Checked
 
 
 class FixedRankMatrices(QuotientManifold):
@@ -47,16 +46,6 @@ class FixedRankMatrices(QuotientManifold):
         if not (isinstance(n, int) and isinstance(m, int) and n > 0 and m > 0):
             raise ValueError(f"expected positive integers n (rows of G) and m (rows of H), got n={n!r}, m={m!r}")
         self.n, self.m = n, m
-
-    def _refuse_shape(self, x: Tensor) -> None:
-        """Raise where ``x`` does not have the shape of a point or of an ambient vector.
-
-        Raises:
-            ValueError: The shape that was expected, and the one that came.
-        """
-        ok, reason = cast("Checked", self._check_shape(cast("Any", x.shape), "x"))
-        if not ok:
-            raise ValueError(f"{self.name}: {reason}")
 
     @property
     def name(self) -> str:
