@@ -218,9 +218,9 @@ class FrobeniusTangentSpace(ProductTangentSpace):
 
     @override
     def taylor(self, bg: Tensor, bh: Tensor) -> tuple[Pair, Pair]:
-        left, right = self.cores(bg, bh)
-        own = gram(bg, bg) - gram(bg, times(self.g, left))
-        other = gram(bh, bh) - gram(bh, times(self.h, right))
+        along_g, along_h = gram(self.g, bg), gram(self.h, bh)
+        left, right = self._components(along_g, along_h)
+        own, other = gram(bg, bg) - gram(along_g, left), gram(bh, bh) - gram(along_h, right)
         turn = inverse_action(other / self.s, self.defect_h) - inverse_action((own / self.s.mT).mT, self.defect_g).mT
         turn = turn / 2
 

@@ -102,7 +102,7 @@ def costs(
     terms = m.tangent_factors(y, v)
     # On a raw point, at a prepared one, how many products one factor needs, and what pymanopt has for it.
     rows: dict[str, tuple[Callable[[], object], Callable[[], object] | None, int, str]] = {
-        "inner": (lambda: m.inner(x, u, v), lambda: space.inner(c, e), 1, "inner"),
+        "inner": (lambda: m.inner(x, u, v), lambda: space.inner(c, e), 1 if space.orthonormal else 3, "inner"),
         "proju": (lambda: m.proju(x, v), lambda: space.project(e), 2, "projection"),
         "egrad2rgrad": (lambda: m.egrad2rgrad(x, v), lambda: space.gradient(e), 2, "gradient"),
         "retr": (lambda: m.retr(x, u), lambda: space.move(c, "retr"), 1, "retraction"),
