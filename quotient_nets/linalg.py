@@ -210,13 +210,16 @@ def truncated_svd(matrix: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Raises:
         ValueError: ``r`` is not between 1 and the smaller side; the matrix has a lower rank, NaN or Inf.
+        TypeError: The matrix does not hold real floating point numbers.
     """
+    matrix = at_least_single(matrix)
     if not (isinstance(r, int) and 1 <= r <= min(matrix.shape[-2:])):
         raise ValueError(f"expected a rank 1 <= r <= {min(matrix.shape[-2:])}, got r={r!r}")
     if not bool(matrix.isfinite().all()):
         raise ValueError("expected a finite matrix, got NaN or Inf")
     u, s, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
-    floor = 10 * max(matrix.shape[-2:]) * torch.finfo(s.dtype).eps * torch.linalg.vector_norm(s, dim=-1)
+    rounding = max(max(matrix.shape[-2:]) * torch.finfo(s.dtype).eps, torch.finfo(matrix.dtype).eps)
+    floor = 10 * rounding * torch.linalg.vector_norm(s, dim=-1)
     g, s, h = u.narrow(-1, 0, r), s.narrow(-1, 0, r), vt.narrow(-2, 0, r).mT
     if not bool((s.select(-1, -1) > floor).all()):
         raise ValueError(
@@ -258,6 +261,11 @@ def matrix_exp(a: Tensor) -> Tensor:
     if math.prod(a.shape[:-2]) == 1:
         return torch.matrix_exp(torch.stack([a, a])).select(0, 0)
     return torch.matrix_exp(a)
+
+
+def is_transformed() -> bool:
+    """Whether values are unknown here: inside a transform of ``torch.func``, or where a graph is compiled."""
+    return torch.compiler.is_compiling() or peek_interpreter_stack() is not None
 
 
 def is_differentiated(*tensors: Tensor) -> bool:

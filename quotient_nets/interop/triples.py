@@ -7,13 +7,14 @@ A point there is ``(u, s, vt)``. A tangent vector at it is ``(Up, M, Vp)`` and s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import geoopt
 import numpy as np
 from pymanopt.manifolds import FixedRankEmbedded
 
 from quotient_nets.interop.adapter import to_array, to_tensor
+from quotient_nets.tangent_space import Checked
 
 Triple = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Thin singular value decomposition: ``u``, ``(n, r)``; ``s``, ``(r,)``; ``vt``, ``(r, m)``."""
@@ -30,15 +31,31 @@ def to_svd_triple(manifold: geoopt.Manifold, x: np.ndarray) -> Triple:
 
     Raises:
         TypeError: Points of the manifold are not pairs of factors.
+        ValueError: ``x`` is no point: a batch, or a matrix of lower rank.
     """
-    (qg, rg), (qh, rh) = map(np.linalg.qr, _factors(manifold, x))
+    x = np.asarray(x)
+    if x.ndim != 2:
+        raise ValueError(
+            f"expected one point, an array (n + m, r), got the shape {x.shape}. Convert a batch one by one."
+        )
+    factors = _factors(manifold, x)
+    ok, reason = cast("Checked", manifold.check_point_on_manifold(to_tensor(x), explain=True))
+    if not ok:
+        raise ValueError(f"expected a point of {manifold.name}: {reason}")
+    (qg, rg), (qh, rh) = map(np.linalg.qr, factors)
     u, s, vt = np.linalg.svd(rg @ rh.T)
     return qg @ u, s, vt @ qh.T
 
 
 def from_svd_triple(manifold: geoopt.Manifold, triple: Triple) -> np.ndarray:
-    r"""Balanced pair of factors, :math:`u s^{1/2}` and :math:`v s^{1/2}`, of a point of ``FixedRankEmbedded``."""
-    u, s, vt = triple
+    r"""Balanced pair of factors, :math:`u s^{1/2}` and :math:`v s^{1/2}`, of a point of ``FixedRankEmbedded``.
+
+    Raises:
+        ValueError: A singular value is not positive.
+    """
+    u, s, vt = map(np.asarray, triple)
+    if not (s > 0).all():
+        raise ValueError(f"expected positive singular values in `triple`, got {s}. A smaller rank has none that are 0.")
     return _pack(manifold, u * np.sqrt(s), vt.T * np.sqrt(s))
 
 
@@ -106,7 +123,8 @@ def _factors(manifold: geoopt.Manifold, x: np.ndarray) -> tuple[np.ndarray, np.n
     if not (isinstance(factors, tuple) and len(factors) == 2):
         raise TypeError(
             f"expected a manifold whose points are pairs of factors (G, H), got {manifold.name}. A point of "
-            "PSDFixedRank is pymanopt's own, the same array."
+            "PSDFixedRank is pymanopt's own, the same array; a canonical one of PolarFixedRank is a singular value "
+            "decomposition as it stands."
         )
     return to_array(factors[0]), to_array(factors[1])
 

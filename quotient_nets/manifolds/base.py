@@ -20,6 +20,7 @@ from geoopt.utils import size2shape
 from torch import Tensor
 from typing_extensions import override
 
+from quotient_nets.linalg import is_transformed
 from quotient_nets.tangent_space import Checked, EmbeddedTangentSpace, TangentSpace, manifold_tensor
 
 EXPMAP_STEPS = 128  # Runge-Kutta steps of the default expmap
@@ -197,18 +198,24 @@ class QuotientManifold(geoopt.Manifold):
     def _refuse_nan(self, result: Tensor, points: Sequence[Tensor], vectors: Sequence[Tensor], expected: str) -> None:
         """Raise where a result is NaN although what it was computed from is finite.
 
+        Not where values are unknown, under ``torch.func`` and in compiled graphs: there NaN stands.
+
         Raises:
             ValueError: One of the points is none, with the reason; otherwise ``expected``, with the indices of the
                 elements that are NaN.
         """
+        if is_transformed():
+            return
         lost = torch.logical_not(result.detach().isfinite().all(dim=(-2, -1)))
         for t in (*points, *vectors):
             lost = lost & t.isfinite().all(dim=(-2, -1))
         if not bool(lost.any()):
             return
         for x in points:
-            x = x.detach().expand(*lost.shape, *x.shape[-2:])[lost]
-            ok, reason = cast("Checked", self._check_point_on_manifold(x))
+            # Elements that are not lost, some of them NaN on purpose, are not the reason.
+            sound = self.origin(*x.shape[-2:], dtype=x.dtype, device=x.device)
+            suspects = torch.where(lost[..., None, None], x.detach(), sound.as_subclass(Tensor))
+            ok, reason = cast("Checked", self._check_point_on_manifold(suspects))
             if not ok:
                 raise ValueError(f"{self.name}: {reason}")
         where = f" (batch indices {lost.nonzero().tolist()})" if lost.dim() else ""
@@ -242,5 +249,5 @@ def full_rank(deficient: Tensor, x: Tensor, factors: str, product: str) -> Check
     where = f" at batch indices {deficient.nonzero().tolist()}" if deficient.dim() else ""
     return False, (
         f"expected {factors} of full rank r={x.shape[-1]}; {product} is numerically rank deficient{where}. "
-        "Use a smaller r."
+        "Use a smaller r; factors that are zero, as in a LoRA that was never trained, have to be trained first."
     )

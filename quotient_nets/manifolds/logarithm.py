@@ -243,11 +243,12 @@ def _solve(
 ) -> tuple[_Found, Tensor]:
     core = Core(manifold, points)
     best = core.shoot(core.difference())
-    sure = (best.error <= TOLERANCE) & (
-        best.length <= SURE * manifold.rank_one.injectivity(points.s, spheres=2).amin((-2, -1))
-    )
+    sure, r = best.error <= TOLERANCE, points.s.shape[-1]
+    if manifold.is_flat(r):
+        # The straight line of matrices is the only geodesic.
+        return best, sure
+    sure = sure & (best.length <= SURE * manifold.rank_one.injectivity(points.s, spheres=2).amin((-2, -1)))
     index = (~sure).nonzero().squeeze(-1)
-    r = points.s.shape[-1]
     if not len(index) or not starts:
         return best, sure
     count = len(index)

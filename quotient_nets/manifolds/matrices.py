@@ -258,14 +258,16 @@ class FixedRankMatrices(QuotientManifold):
         x, y = torch.broadcast_tensors(x, y)
         if x.shape[-1] == 1:
             v = self._rank_one_log(x, y)
-            check = check and not self.rank_one.complete
             reason = "the shortest way between the matrices leads through zero, which is no matrix of rank one"
         else:
             report = self.logmap_report(x, y)
             v = torch.where(report.converged[..., None, None], report.vector, torch.nan)
             if is_differentiated(x, y):
                 v = with_derivatives(self, x, y, v)
-            reason = "the solver did not converge, for they are too far apart. Look at `logmap_report(x, y)`"
+            reason = (
+                "the solver did not converge, for they are too far apart, or no path joins them, as square matrices of "
+                "full rank with determinants of either sign. Look at `logmap_report(x, y)`"
+            )
         if check:
             self._refuse_nan(v, (x, y), (), f"expected points of {self.name} that a shortest geodesic joins; {reason}")
         return v
@@ -278,13 +280,15 @@ class FixedRankMatrices(QuotientManifold):
         """Squared distance: at rank one the infimum over all paths, above that of the geodesic :meth:`logmap` finds.
 
         Raises:
-            ValueError: As :meth:`logmap`, above rank one.
+            ValueError: As :meth:`logmap`; at rank one only where a point is none.
         """
         x, y = torch.broadcast_tensors(x, y)
         if x.shape[-1] != 1:
             return self.inner(x, self.logmap(x, y, check=check), keepdim=keepdim)
         _, s, end, tangents = rank_one_coordinates(self.point_factors(x), self.point_factors(y))
         square = self.rank_one.dist2(s, end, sum_of_squares(tangents)).to(x.dtype)
+        if check:
+            self._refuse_nan(square, (x, y), (), f"expected points of {self.name} that a path joins")
         return square if keepdim else square.squeeze((-2, -1))
 
     def pairwise_dist(self, x: Tensor, y: Tensor, *, check: bool = True) -> Tensor:

@@ -100,6 +100,7 @@ class PSDFixedRank(QuotientManifold):
         return random_orthogonal(*size, size[-1], generator=generator, dtype=dtype)
 
     def _principal(self, x: Tensor) -> _Principal:
+        self._refuse_shape(x)
         x = x.detach()
         y = x.double()
         finite = y.isfinite().all((-2, -1), keepdim=True)
@@ -206,7 +207,7 @@ class PSDFixedRank(QuotientManifold):
         ``Q`` is the orthogonal polar factor of :math:`Y_y^\top Y_x`. NaN where that matrix is singular: several
         geodesics are then equally short.
         """
-        x, y = torch.broadcast_tensors(x, y)
+        x, y = self._together(x, y)
         q, least, largest = alignment(gram(y, x))
         unique = (least > 10 * self.n * torch.finfo(torch.float64).eps * largest)[..., None, None]
         return torch.where(unique, y @ q - x, math.nan)
@@ -214,14 +215,21 @@ class PSDFixedRank(QuotientManifold):
     @override
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Bures-Wasserstein distance of the matrices; derivatives are finite everywhere."""
-        x, y = torch.broadcast_tensors(x, y)
+        x, y = self._together(x, y)
         return self.norm(x, y @ alignment(gram(y, x))[0] - x, keepdim=keepdim)
 
     @override
     def dist2(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Squared distance, without the root's singular derivative."""
-        x, y = torch.broadcast_tensors(x, y)
+        x, y = self._together(x, y)
         return self.inner(x, y @ alignment(gram(y, x))[0] - x, keepdim=keepdim)
+
+    def _together(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Two points in one batch."""
+        self._refuse_shape(x)
+        self._refuse_shape(y)
+        x, y = torch.broadcast_tensors(x, y)
+        return x, y
 
     def pairwise_dist(self, x: Tensor, y: Tensor) -> Tensor:
         """Distances of all pairs: ``(..., p, n, r)`` and ``(..., q, n, r)`` -> ``(..., p, q)``."""

@@ -51,7 +51,9 @@ def sphere_logs(g: Tensor, h: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Ten
 
 def unit_columns(left: Tensor, right: Tensor) -> tuple[Pair, Tensor]:
     """Unit vectors and singular value of the matrix ``left right^T`` of rank one."""
-    lengths = [torch.linalg.vector_norm(t, dim=-2, keepdim=True) for t in (left, right)]
+    norms = (torch.linalg.vector_norm(t, dim=-2, keepdim=True) for t in (left, right))
+    # The zero matrix has distances to others in some metrics, and is no matrix of rank one.
+    lengths = [torch.where(norm > 0, norm, math.nan) for norm in norms]
     return (left / lengths[0], right / lengths[1]), lengths[0] * lengths[1]
 
 

@@ -121,3 +121,14 @@ def test_semidefinite_matrices_are_the_same_arrays(n: int, r: int) -> None:
     for name, arguments in calls.items():
         expected = getattr(theirs, name)(*arguments)
         np.testing.assert_allclose(getattr(ours, name)(*arguments), expected, rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+def test_what_is_no_triple_and_no_point_is_refused() -> None:
+    m = InvariantFixedRank(4, 3)
+    u, s, vt = to_svd_triple(m, np.random.default_rng(0).normal(size=(7, 2)))
+    with pytest.raises(ValueError, match="expected positive singular values"):
+        from_svd_triple(m, (u, -s, vt))
+    with pytest.raises(ValueError, match="rank deficient"):
+        to_svd_triple(m, np.zeros((7, 2)))
+    with pytest.raises(ValueError, match=r"expected one point.*got the shape \(2, 7, 2\)"):
+        to_svd_triple(m, np.zeros((2, 7, 2)))

@@ -207,3 +207,38 @@ def test_geodesics_do_not_depend_on_the_unit(metric: type[FixedRank], scale: flo
     u = u * (0.5 * m.exponential_radius(x).clamp_max(1.0) / m.norm(x, u))[:, None, None]
     expected = m.product(m.expmap(x, u))
     assert_close(m.product(m.expmap(scale * x, scale * u)) / scale**2, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_the_element_that_is_no_point_is_named_by_its_index() -> None:
+    x = point()
+    y = x + 0.01 * torch.randn_like(x)
+    x[2] = 0
+    with pytest.raises(ValueError, match=r"rank deficient at batch indices \[\[2\]\].*have to be trained first"):
+        M.dist(x, y)
+
+
+@pytest.mark.parametrize("metric", [InvariantFixedRank, PreconditionedFixedRank, EmbeddedFixedRank])
+def test_a_zero_factor_has_no_distance_at_rank_one(metric: type[FixedRank]) -> None:
+    m = metric(4, 3)
+    x, y = torch.randn(2, 2, 7, 1, dtype=torch.float64)
+    y[1, 4:] = 0
+    for method in (m.dist, m.logmap):
+        with pytest.raises(ValueError, match=r"rank deficient at batch indices \[\[1\]\]"):
+            method(x, y)
+    assert m.dist(x, y, check=False).isnan().tolist() == [False, True]
+
+
+def test_best_approximation_refuses_noise_and_integers() -> None:
+    m = InvariantFixedRank(6, 5)
+    matrix = torch.randn(6, 2) @ torch.randn(2, 5)
+    assert m.best_rank_r(matrix, 2).shape == (11, 2)
+    with pytest.raises(ValueError, match="rank r=3 at least"):
+        m.best_rank_r(matrix, 3)
+    with pytest.raises(TypeError, match=r"got torch\.int64"):
+        m.best_rank_r(torch.ones(6, 5, dtype=torch.int64), 1)
+
+
+def test_distances_of_semidefinite_matrices_refuse_a_wrong_shape() -> None:
+    x = torch.randn(5, 2)
+    with pytest.raises(ValueError, match=r"got \(5, 2\)"):
+        PSDFixedRank(6).dist(x, x)

@@ -146,6 +146,16 @@ def test_the_core_does_not_know_the_size_of_the_matrices(metric: type[FixedRankM
     assert_close(large.dist(embedded(x), embedded(y)), small.dist(x, y), rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("size", [(6, 3), (3, 6)])
+def test_the_embedded_metric_is_flat_at_full_rank(size: tuple[int, int]) -> None:
+    m = EmbeddedFixedRank(*size)
+    x, y = torch.randn(2, 4, 9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+    report = m.logmap_report(x, y)
+    assert bool(report.confirmed.all())
+    assert_close(report.vector, m.inverse_orthographic(x, y), rtol=1e-9, atol=1e-9)
+    assert_close(report.length, torch.linalg.matrix_norm(m.product(x) - m.product(y)), rtol=1e-9, atol=0)
+
+
 def test_distances_of_all_pairs() -> None:
     m = InvariantFixedRank(N, M)
     x, y = point(m, [2.0, 0.8], (2,)), point(m, [1.0, 0.9], (3,))
