@@ -126,9 +126,10 @@ class Frame(NamedTuple):
 def frame(g: Tensor, h: Tensor) -> Frame:
     r"""Frame of a pair of factors, computed in float64 and returned in the dtype of ``g``.
 
-    Thin QR of both factors and one SVD of the small :math:`R_G R_H^\top`. The signs of the columns, which an SVD
-    leaves open, are those that make the product with a fixed generic vector positive, so the frame is a function
-    of :math:`G H^\top` alone as long as no singular value is repeated.
+    In float64 a thin QR of both factors and one SVD of the small :math:`R_G R_H^\top`; in float32 their Gram matrices,
+    which then lose nothing. The signs of the columns, which a decomposition leaves open, are those that make the
+    product with a fixed generic vector positive, so the frame is a function of :math:`G H^\top` alone as long as no
+    singular value is repeated.
 
     Args:
         g: Left factor, ``(..., n, r)`` with ``r <= n``.
@@ -136,7 +137,7 @@ def frame(g: Tensor, h: Tensor) -> Frame:
 
     Returns:
         The frame, detached from autograd. An element that holds NaN or Inf, or is numerically rank deficient,
-        :math:`s_r \le 10 \max(n, m)\, \epsilon\, |G| |H|`, gives NaN for that element only.
+        :math:`s_r \le 10 \max(\epsilon, \max(n, m)\, \epsilon_{64})\, |G| |H|`, gives NaN for that element only.
 
     Cost: :math:`O((n + m) r^2 + r^3)`.
     """
@@ -145,10 +146,12 @@ def frame(g: Tensor, h: Tensor) -> Frame:
     g, h = g.expand(*batch, *g.shape[-2:]), h.expand(*batch, *h.shape[-2:])
     if g.shape[-1] == 1:
         return _scalar_frame(g, h)
-    if not batch or g.dtype == torch.float64:
+    if g.dtype == torch.float64:
         return _frame(g, h)
+    if not batch:
+        return _single_frame(g, h)
     pairs = zip(g.flatten(0, -3).split(CHUNK), h.flatten(0, -3).split(CHUNK), strict=True)
-    chunks = [_frame(*pair) for pair in pairs]
+    chunks = [_single_frame(*pair) for pair in pairs]
     return Frame(*(torch.cat(parts).unflatten(0, batch) for parts in zip(*chunks, strict=True)))
 
 
@@ -167,30 +170,63 @@ def balanced_frame(g: Tensor, h: Tensor) -> Frame:
 
 
 def _frame(g: Tensor, h: Tensor) -> Frame:
-    dtype = g.dtype
-    g, h = g.double(), h.double()
-    # G R^-1 is orthonormal up to cond(G) rounding units of float64: enough for float32, and the cheaper half of a QR.
-    mode = "reduced" if dtype == torch.float64 else "r"
-    (qg, rg), (qh, rh) = (torch.linalg.qr(factor, mode=mode) for factor in (g, h))
+    """Frame by orthogonal transformations only, which do not lose digits to ``cond(G)``."""
+    (qg, rg), (qh, rh) = (torch.linalg.qr(factor) for factor in (g, h))
     core = rg @ rh.mT
     # LAPACK's decomposition refuses a whole batch for one NaN; the element gets its NaN back below.
     finite = is_finite(core)
     u, s, vt = torch.linalg.svd(torch.where(finite, core, 0.0), full_matrices=False)
     v = vt.mT
-    floor = 10 * max(g.shape[-2], h.shape[-2]) * torch.finfo(g.dtype).eps
     norms = torch.linalg.matrix_norm(rg, keepdim=True) * torch.linalg.matrix_norm(rh, keepdim=True)
-    full = finite & (s.narrow(-1, -1, 1).unsqueeze(-1) > floor * norms)
-    # Below the floor the last columns would be rounding noise: no number is better than a plausible one.
-    valid = torch.where(full, 1.0, math.nan).to(g.dtype)
-    s = s * valid.squeeze(-1)
+    valid = _validity(finite, s, norms, rank_floor(max(g.shape[-2], h.shape[-2]), g.dtype))
     # Triangular solves, not products with 1/s: their error grows with cond(G), not with cond(G) cond(X).
     pull_g = torch.linalg.solve_triangular(rg, u, upper=True)
     sign = column_signs(g, pull_g) * valid
     u, v, pull_g = u * sign, v * sign, pull_g * sign
     pull_h = torch.linalg.solve_triangular(rh, v, upper=True)
-    bases = (qg @ u, qh @ v) if mode == "reduced" else (g @ pull_g, h @ pull_h)
-    parts = (*bases, s, pull_g, pull_h, u.mT @ rg, v.mT @ rh)
-    return Frame(*(part.to(dtype) for part in parts))
+    return Frame(qg @ u, qh @ v, s * valid.squeeze(-1), pull_g, pull_h, u.mT @ rg, v.mT @ rh)
+
+
+def _single_frame(g: Tensor, h: Tensor) -> Frame:
+    r"""Frame of factors in float32 by the Cholesky factor of one Gram matrix and the eigenvectors of another.
+
+    With :math:`G^\top G = L L^\top` and :math:`L^\top H^\top H L = U s^2 U^\top` the frame is
+    :math:`g = G L^{-\top} U`, :math:`h = H L U s^{-1}`. In float64 this changes the factors by
+    :math:`\epsilon_{64}` times a condition of at most :math:`1 / (10 \epsilon_{32})`: less than storing them did.
+    """
+    dtype, floor = g.dtype, rank_floor(max(g.shape[-2], h.shape[-2]), g.dtype)
+    g, h = g.double(), h.double()
+    square_g, square_h = gram(g, g), gram(h, h)
+    finite = is_finite(square_g) & is_finite(square_h)
+    norms = torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True)
+    norms = norms * torch.linalg.vector_norm(h, dim=(-2, -1), keepdim=True)
+    eye = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
+    lower, failed = torch.linalg.cholesky_ex(torch.where(finite, square_g, eye))
+    finite = finite & (failed == 0).unsqueeze(-1).unsqueeze(-1)
+    core = torch.where(finite, lower.mT @ square_h @ lower, eye)
+    values, u = torch.linalg.eigh(core)
+    s, u = values.flip(-1).clamp_min(0.0).sqrt(), u.flip(-1)
+    valid = _validity(finite, s, norms, floor)
+    pull_g = torch.linalg.solve_triangular(lower.mT, u, upper=True)
+    sign = column_signs(g, pull_g) * valid
+    u, pull_g, s = u * sign, pull_g * sign, s * valid.squeeze(-1)
+    push_g = (lower @ u).mT
+    pull_h, push_h = push_g.mT / s.unsqueeze(-2), pull_g.mT * s.unsqueeze(-1)
+    return Frame(*(part.to(dtype) for part in (g @ pull_g, h @ pull_h, s, pull_g, pull_h, push_g, push_h)))
+
+
+def rank_floor(rows: int, dtype: torch.dtype) -> float:
+    """Least singular value, in units of the whole matrix, that neither storage nor float64 algebra makes up."""
+    return 10 * max(torch.finfo(dtype).eps, rows * torch.finfo(torch.float64).eps)
+
+
+def _validity(finite: Tensor, s: Tensor, norms: Tensor, floor: float) -> Tensor:
+    """One for an element of full rank, ``(..., 1, 1)``; NaN otherwise.
+
+    Below the floor the last columns would be rounding noise: no number is better than a plausible one.
+    """
+    full = finite & (s.narrow(-1, -1, 1).unsqueeze(-1) > floor * norms)
+    return torch.where(full, 1.0, math.nan).to(s.dtype)
 
 
 def _scalar_frame(g: Tensor, h: Tensor) -> Frame:
@@ -218,8 +254,7 @@ def truncated_svd(matrix: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
     if not bool(matrix.isfinite().all()):
         raise ValueError("expected a finite matrix, got NaN or Inf")
     u, s, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
-    rounding = max(max(matrix.shape[-2:]) * torch.finfo(s.dtype).eps, torch.finfo(matrix.dtype).eps)
-    floor = 10 * rounding * torch.linalg.vector_norm(s, dim=-1)
+    floor = rank_floor(max(matrix.shape[-2:]), matrix.dtype) * torch.linalg.vector_norm(s, dim=-1)
     g, s, h = u.narrow(-1, 0, r), s.narrow(-1, 0, r), vt.narrow(-2, 0, r).mT
     if not bool((s.select(-1, -1) > floor).all()):
         raise ValueError(

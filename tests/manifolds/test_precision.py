@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
+from quotient_nets.linalg import frame
 from quotient_nets.manifolds import AdaptiveEuclidean, InvariantFixedRank
 from tests.cases import FIXED_RANK_OPERATIONS, Operation, draw, each_operation
 from tests.strategies import Case, adaptive, fixed_rank, orthogonal
@@ -44,6 +45,20 @@ def test_float32_agrees_with_float64_at_condition_1000(op: Operation, r: int) ->
     base = roles["x"].double() if op.gives == "x" else 0.0
     error, size = m.norm(at, actual.double() - expected), m.norm(at, expected - base)
     assert bool((error <= FLOAT32 * size.clamp_min(0.1)).all())
+
+
+@pytest.mark.parametrize(("n", "r"), [(768, 64), (12, 3)])
+@pytest.mark.parametrize("condition", [1e2, 1e4])
+def test_the_frame_in_float32_has_every_digit_of_the_stored_factors(n: int, r: int, condition: float) -> None:
+    root = torch.logspace(0, -0.5, r, base=condition, dtype=torch.float64)
+    gauge = orthogonal(2, r, r) * torch.logspace(-1, 1, r, dtype=torch.float64).unsqueeze(-2)
+    g = (orthogonal(2, n, r) * root @ gauge.mT).float()
+    h = (orthogonal(2, n, r) * root @ torch.linalg.inv(gauge)).float()
+    actual, expected = frame(g, h), frame(g.double(), h.double())
+    for part, wanted in zip(actual, expected, strict=True):
+        assert part.dtype == torch.float32
+        assert_close(part.double(), wanted, rtol=0, atol=1e-7 * wanted.abs().amax().item())
+    assert_close(actual.spectrum.double(), expected.spectrum, rtol=1e-7, atol=0)
 
 
 @given(adaptive(dtype=torch.float32))
